@@ -1,0 +1,303 @@
+/* Grouped batch normalisation on the CPU, one trip through memory for each group.
+
+   A group is a run of consecutive examples times a run of consecutive channels times space. Its values are summed,
+   centred and written while they are in cache, which torch's own kernels do not do. kernel.py compiles and calls this
+   file; functional.py has the same mathematics in readable form and is its oracle in the tests.
+
+   Layouts: contiguous, (N, C, S), or channels last, (N, S, C), where S is the product of the spatial sizes.
+   A lane sums at most STRETCH values in float before they are added up in double, and every mean is corrected by the
+   mean of the residuals, so that a large mean costs no digits. */
+
+#include <math.h>
+#include <string.h>
+
+#define LANES 16
+#define STRETCH 256
+#define TILE_BYTES (512 * 1024) /* channels last: what a thread keeps in cache, about half an L2 cache */
+#define SERIAL_BELOW 32768      /* values below which threads cost more than they bring, as in ATen */
+
+typedef float vec __attribute__((vector_size(64), aligned(4), may_alias));
+typedef float vec8 __attribute__((vector_size(32), aligned(4), may_alias));
+typedef float vec4 __attribute__((vector_size(16), aligned(4), may_alias));
+
+typedef struct {
+    long examples, channels, space;
+    long groups; /* of examples: the first `examples % groups` have one example more than the others */
+    long channels_per_group;
+    long channels_last;
+    long threads;
+} Shape;
+
+/* A unit of work: examples n0 to n1 of `width` channels from c0 on; whole channel groups. */
+typedef struct {
+    long n0, n1, c0, width;
+} Unit;
+
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE vec load(const float *p) { return *(const vec *)p; }
+INLINE void store(float *p, vec v) { *(vec *)p = v; }
+INLINE vec splat(float f) { return f - (vec){0}; }
+INLINE float total(vec v) {
+    const vec8 *halves = (const vec8 *)&v;
+    const vec8 a = halves[0] + halves[1];
+    const vec4 *quarters = (const vec4 *)&a;
+    const vec4 b = quarters[0] + quarters[1];
+    return (b[0] + b[1]) + (b[2] + b[3]);
+}
+
+static long group_start(const Shape *s, long group) {
+    const long size = s->examples / s->groups, larger = s->examples % s->groups;
+    return group * size + (group < larger ? group : larger);
+}
+
+static long unit_width(const Shape *s) {
+    long width = LANES;
+    if (s->channels_last) {
+        const long rows = (s->examples + s->groups - 1) / s->groups * s->space;
+        width = 64;
+        while (width > LANES && rows * width * 4 > TILE_BYTES) width /= 2;
+    } else if (s->space * s->channels_per_group > STRETCH) {
+        width = 1;
+    }
+    width = (width + s->channels_per_group - 1) / s->channels_per_group * s->channels_per_group;
+    return width < s->channels ? width : s->channels;
+}
+
+/* ---- two sums a channel over the values of a unit ----
+
+   TERM turns a value of x (and of dy) into the two numbers that are summed. All four bodies below are the same for
+   every term; the compiler makes a copy of them for each. */
+
+typedef enum { SUM, MOMENTS, PRODUCTS } Term;
+/* SUM: x and nothing. MOMENTS: x - centre and its square. PRODUCTS: dy and dy * (x - centre). */
+
+#define TERM(first, second, x, dy, centre)                                                                             \
+    if (term == SUM) { first += x; }                                                                                   \
+    else if (term == MOMENTS) { __typeof__(x) d = x - centre; first += d; second += d * d; }                           \
+    else { __typeof__(x) e = dy; first += e; second += e * (x - centre); }
+
+INLINE void sums_of_channel(const Term term, long S, long runs, long stride, const float *x, const float *dy,
+                            float centre, double *first, double *second) {
+    const vec m = splat(centre);
+    double all = 0, all2 = 0;
+    vec a = {0}, b = {0}, a2 = {0}, b2 = {0};
+    long covered = 0;
+    for (long n = 0; n < runs; n++, x += stride, dy += stride) {
+        long i = 0;
+        while (i + LANES <= S) {
+            const long stop = S - i > STRETCH * LANES ? i + STRETCH * LANES : S;
+            covered += stop - i;
+            for (; i + 2 * LANES <= stop; i += 2 * LANES) {
+                TERM(a, a2, load(x + i), load(dy + i), m)
+                TERM(b, b2, load(x + i + LANES), load(dy + i + LANES), m)
+            }
+            if (i + LANES <= stop) {
+                TERM(a, a2, load(x + i), load(dy + i), m)
+                i += LANES;
+            }
+            if (covered >= STRETCH * LANES) {
+                all += total(a + b);
+                all2 += total(a2 + b2);
+                a = b = a2 = b2 = (vec){0};
+                covered = 0;
+            }
+        }
+        for (; i < S; i++) { TERM(all, all2, (double)x[i], (double)dy[i], centre) }
+    }
+    *first = all + total(a + b);
+    *second = all2 + total(a2 + b2);
+}
+
+/* Channels last: `vectors` times LANES channels at once. */
+INLINE void sums_of_rows(const Term term, const int vectors, long rows, long stride, const float *x, const float *dy,
+                         const float *centre, double *first, double *second) {
+    vec m[vectors];
+    for (int k = 0; k < vectors; k++) m[k] = load(centre + k * LANES);
+    for (long row = 0; row < rows;) {
+        const long stop = row + STRETCH < rows ? row + STRETCH : rows;
+        vec a[vectors], a2[vectors];
+        for (int k = 0; k < vectors; k++) a[k] = a2[k] = (vec){0};
+        for (; row < stop; row++, x += stride, dy += stride)
+            for (int k = 0; k < vectors; k++) { TERM(a[k], a2[k], load(x + k * LANES), load(dy + k * LANES), m[k]) }
+        for (int k = 0; k < vectors; k++)
+            for (int i = 0; i < LANES; i++) {
+                first[k * LANES + i] += a[k][i];
+                second[k * LANES + i] += a2[k][i];
+            }
+    }
+}
+
+INLINE void sums(const Term term, const Shape *s, Unit u, const float *x, const float *dy, const float *centre,
+                 double *first, double *second) {
+    const long C = s->channels, S = s->space;
+    if (!s->channels_last) {
+        for (long c = 0; c < u.width; c++) {
+            const long at = (u.n0 * C + u.c0 + c) * S;
+            sums_of_channel(term, S, u.n1 - u.n0, C * S, x + at, dy + at, centre[c], first + c, second + c);
+        }
+        return;
+    }
+    const long rows = (u.n1 - u.n0) * S;
+    memset(first, 0, u.width * sizeof *first);
+    memset(second, 0, u.width * sizeof *second);
+    x += u.n0 * S * C + u.c0;
+    dy += u.n0 * S * C + u.c0;
+    long c = 0;
+    for (; c + 4 * LANES <= u.width; c += 4 * LANES)
+        sums_of_rows(term, 4, rows, C, x + c, dy + c, centre + c, first + c, second + c);
+    for (; c + 2 * LANES <= u.width; c += 2 * LANES)
+        sums_of_rows(term, 2, rows, C, x + c, dy + c, centre + c, first + c, second + c);
+    for (; c + LANES <= u.width; c += LANES)
+        sums_of_rows(term, 1, rows, C, x + c, dy + c, centre + c, first + c, second + c);
+    if (c < u.width)
+        for (long row = 0; row < rows; row++)
+            for (long k = c; k < u.width; k++) {
+                TERM(first[k], second[k], (double)x[row * C + k], (double)dy[row * C + k], centre[k])
+            }
+}
+
+/* Mean and biased variance of every channel of a unit. */
+static void channel_statistics(const Shape *s, Unit u, const float *x, float *mean, float *variance) {
+    double sum[u.width], square[u.width];
+    const double count = (double)(u.n1 - u.n0) * s->space;
+    memset(mean, 0, u.width * sizeof *mean);
+    sums(SUM, s, u, x, x, mean, sum, square);
+    for (long c = 0; c < u.width; c++) mean[c] = (float)(sum[c] / count);
+    sums(MOMENTS, s, u, x, x, mean, sum, square);
+    for (long c = 0; c < u.width; c++) {
+        const double off = sum[c] / count, v = square[c] / count - off * off;
+        mean[c] += (float)off;
+        variance[c] = v < 0 ? 0 : (float)v; /* in this order NaN stays NaN */
+    }
+}
+
+/* ---- one value out for every value of a unit ---- */
+
+/* out = dy * scale + (x - centre) * slope + shift, or without dy where it is NULL */
+INLINE void write_run(long count, const long step, const float *restrict x, const float *restrict dy,
+                      const float *restrict centre, const float *restrict scale, const float *restrict slope,
+                      const float *restrict shift, float *restrict out) {
+    for (long i = 0; i < count; i++) {
+        const long k = i * step; /* 1: a coefficient for each value; 0: one for all */
+        const float own = (x[i] - centre[k]) * slope[k] + shift[k];
+        out[i] = dy ? dy[i] * scale[k] + own : own;
+    }
+}
+
+INLINE void write_unit(const Shape *s, Unit u, const float *x, const float *dy, const float *centre, const float *scale,
+                       const float *slope, const float *shift, float *out) {
+    const long C = s->channels, S = s->space;
+    if (!s->channels_last) {
+        for (long n = u.n0; n < u.n1; n++)
+            for (long c = 0; c < u.width; c++) {
+                const long at = (n * C + u.c0 + c) * S;
+                write_run(S, 0, x + at, dy ? dy + at : 0, centre + c, scale + c, slope + c, shift + c, out + at);
+            }
+        return;
+    }
+    for (long row = u.n0 * S; row < u.n1 * S; row++) {
+        const long at = row * C + u.c0;
+        if (u.width == 64) write_run(64, 1, x + at, dy ? dy + at : 0, centre, scale, slope, shift, out + at);
+        else if (u.width == 32) write_run(32, 1, x + at, dy ? dy + at : 0, centre, scale, slope, shift, out + at);
+        else if (u.width == 16) write_run(16, 1, x + at, dy ? dy + at : 0, centre, scale, slope, shift, out + at);
+        else write_run(u.width, 1, x + at, dy ? dy + at : 0, centre, scale, slope, shift, out + at);
+    }
+}
+
+/* ---- entry points ---- */
+
+#define EACH_UNIT(s, group, u)                                                                                         \
+    const long step = unit_width(&s), across = (s.channels + step - 1) / step, units = s.groups * across;              \
+    const int threads = s.examples * s.channels * s.space < SERIAL_BELOW ? 1 : (int)s.threads;                         \
+    _Pragma("omp parallel for schedule(static) num_threads(threads) if (threads > 1)")                                 \
+    for (long index = 0; index < units; index++)                                                                       \
+        for (long group = index / across, c0 = index % across * step, once = 1; once; once = 0)                        \
+            for (Unit u = {group_start(&s, group), group_start(&s, group + 1), c0,                                     \
+                           s.channels - c0 < step ? s.channels - c0 : step}; once; once = 0)
+
+/* Training. group_mean and group_rstd, (groups, channels / channels_per_group), are for the backward pass;
+   channel_mean and channel_variance, (groups, channels), for the moving averages. */
+void forward(Shape s, const float *x, const float *weight, const float *bias, double eps, float *y,
+             float *group_mean, float *group_rstd, float *channel_mean, float *channel_variance) {
+    const long per = s.channels_per_group, across_groups = s.channels / per;
+    EACH_UNIT(s, group, u) {
+        const float *m = channel_mean + group * s.channels + u.c0, *v = channel_variance + group * s.channels + u.c0;
+        float centre[u.width], slope[u.width], shift[u.width];
+        channel_statistics(&s, u, x, (float *)m, (float *)v);
+        for (long k = 0; k < u.width; k += per) {
+            double mean = 0, variance = 0;
+            for (long c = k; c < k + per; c++) mean += m[c];
+            mean /= per;
+            for (long c = k; c < k + per; c++) variance += v[c] + (m[c] - mean) * (m[c] - mean);
+            const float rstd = (float)(1 / sqrt(variance / per + eps));
+            group_mean[group * across_groups + (u.c0 + k) / per] = (float)mean;
+            group_rstd[group * across_groups + (u.c0 + k) / per] = rstd;
+            for (long c = k; c < k + per; c++) {
+                centre[c] = (float)mean;
+                slope[c] = weight ? rstd * weight[u.c0 + c] : rstd;
+                shift[c] = bias ? bias[u.c0 + c] : 0;
+            }
+        }
+        write_unit(&s, u, x, 0, centre, slope, slope, shift, y);
+    }
+}
+
+/* sum_dy and sum_dy_xhat, (groups, channels), add up over the groups to the gradients of bias and weight.
+   dx may be NULL where nobody asks for it. */
+void backward(Shape s, const float *dy, const float *x, const float *weight, const float *group_mean,
+              const float *group_rstd, float *dx, float *sum_dy, float *sum_dy_xhat) {
+    const long per = s.channels_per_group, across_groups = s.channels / per;
+    EACH_UNIT(s, group, u) {
+        const double count = (double)(u.n1 - u.n0) * s.space * per;
+        const float *mean = group_mean + group * across_groups, *rstd = group_rstd + group * across_groups;
+        double sum[u.width], dot[u.width];
+        float centre[u.width], scale[u.width], slope[u.width], shift[u.width];
+        for (long c = 0; c < u.width; c++) centre[c] = mean[(u.c0 + c) / per];
+        sums(PRODUCTS, &s, u, x, dy, centre, sum, dot);
+        for (long k = 0; k < u.width; k += per) {
+            const double r = rstd[(u.c0 + k) / per];
+            double mean_dy = 0, mean_dot = 0;
+            for (long c = k; c < k + per; c++) {
+                const double w = weight ? weight[u.c0 + c] : 1;
+                mean_dy += w * sum[c] / count;
+                mean_dot += w * dot[c] / count;
+                scale[c] = (float)(w * r);
+                sum_dy[group * s.channels + u.c0 + c] = (float)sum[c];
+                sum_dy_xhat[group * s.channels + u.c0 + c] = (float)(dot[c] * r);
+            }
+            for (long c = k; c < k + per; c++) {
+                slope[c] = (float)(-mean_dot * r * r * r);
+                shift[c] = (float)(-mean_dy * r);
+            }
+        }
+        if (dx) write_unit(&s, u, x, dy, centre, scale, slope, shift, dx);
+    }
+}
+
+/* Inference: the example's own moments have weight alpha, the moving averages the rest. One group an example. */
+void infer(Shape s, const float *x, const float *running_mean, const float *running_var, const float *weight,
+           const float *bias, double alpha, double eps, float *y) {
+    const long per = s.channels_per_group;
+    EACH_UNIT(s, group, u) {
+        const float *moving_mean = running_mean + u.c0, *moving_var = running_var + u.c0;
+        float m[u.width], v[u.width], centre[u.width], slope[u.width], shift[u.width];
+        channel_statistics(&s, u, x, m, v);
+        for (long k = 0; k < u.width; k += per) {
+            double mean = 0, variance = 0;
+            for (long c = k; c < k + per; c++) mean += (1 - alpha) * moving_mean[c] + alpha * m[c];
+            mean /= per;
+            for (long c = k; c < k + per; c++) {
+                const double own = m[c] - mean, moving = moving_mean[c] - mean;
+                variance += (1 - alpha) * (moving_var[c] + moving * moving) + alpha * (v[c] + own * own);
+            }
+            const float rstd = (float)(1 / sqrt(variance / per + eps));
+            for (long c = k; c < k + per; c++) {
+                centre[c] = (float)mean;
+                slope[c] = weight ? rstd * weight[u.c0 + c] : rstd;
+                shift[c] = bias ? bias[u.c0 + c] : 0;
+            }
+        }
+        write_unit(&s, u, x, 0, centre, slope, slope, shift, y);
+    }
+}

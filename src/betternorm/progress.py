@@ -1,0 +1,70 @@
+"""A progress bar for long work, on standard error, silent where nobody is watching."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def track(iterable: Iterable[T], label: str, total: int | None = None, show: bool | None = None) -> Iterator[T]:
+    """Yield from ``iterable`` and show how far it has come and how long it will take.
+
+    ``total`` is taken from ``len(iterable)`` where it has one. ``show=None`` draws only on a terminal.
+    """
+    if total is None:
+        total = len(iterable) if hasattr(iterable, "__len__") else None
+    bar = Bar(label, total, show)
+    with bar:
+        for item in iterable:
+            yield item
+            bar.advance()
+
+
+class Bar:
+    """A bar to be moved by hand: ``with Bar("tuning", 100) as bar: ... bar.advance(10, note="loss 0.31")``."""
+
+    def __init__(self, label: str, total: int | None = None, show: bool | None = None) -> None:
+        self.label, self.total, self.done, self.note = label, total, 0, ""
+        self.show = sys.stderr.isatty() if show is None else show
+        self._started = self._drawn = time.monotonic()
+
+    def __enter__(self) -> Bar:
+        self._started = time.monotonic()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.show:
+            self._draw()
+            sys.stderr.write("\n")
+            sys.stderr.flush()
+
+    def advance(self, steps: int = 1, note: str = "") -> None:
+        self.done += steps
+        self.note = note or self.note
+        now = time.monotonic()
+        if self.show and now - self._drawn >= 0.1:
+            self._drawn = now
+            self._draw()
+
+    def _draw(self) -> None:
+        elapsed = time.monotonic() - self._started
+        if self.total:
+            part = min(self.done / self.total, 1.0)
+            filled = round(24 * part)
+            left = clock(elapsed / part - elapsed) if part else "--:--"
+            text = f"{'█' * filled}{'░' * (24 - filled)} {part:4.0%}  {self.done}/{self.total}  {left} left"
+        else:
+            text = f"{self.done}  {clock(elapsed)}"
+        sys.stderr.write(f"\r\x1b[K{self.label} {text}{'  ' + self.note if self.note else ''}")
+        sys.stderr.flush()
+
+
+def clock(seconds: float) -> str:
+    """``75`` as ``1:15``, ``3700`` as ``1:01:40``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
