@@ -1,0 +1,1 @@
+"""Other libraries, each imported only where it is used."""
