@@ -14,6 +14,7 @@
 #define LANES 16
 #define STRETCH 256
 #define TILE_BYTES (512 * 1024) /* channels last: what a thread keeps in cache, about half an L2 cache */
+#define BLOCK 256                /* channels reduced at a time */
 #define SERIAL_BELOW 32768      /* values below which threads cost more than they bring, as in ATen */
 
 typedef float vec __attribute__((vector_size(64), aligned(4), may_alias));
@@ -167,7 +168,7 @@ static void channel_statistics(const Shape *s, Unit u, const float *x, float *me
     sums(MOMENTS, s, u, x, x, mean, sum, square);
     for (long c = 0; c < u.width; c++) {
         const double off = sum[c] / count, v = square[c] / count - off * off;
-        mean[c] += (float)off;
+        if (isfinite(off)) mean[c] += (float)off; /* else the mean is infinite or NaN already, and stays so */
         variance[c] = v < 0 ? 0 : (float)v; /* in this order NaN stays NaN */
     }
 }
@@ -205,6 +206,42 @@ INLINE void write_unit(const Shape *s, Unit u, const float *x, const float *dy, 
     }
 }
 
+/* ---- from tables of (groups, channels) to one number a channel ---- */
+
+/* Mean and biased variance over the whole batch. */
+static void batch_statistics(const Shape *s, const float *mean, const float *variance, float *batch_mean,
+                             float *batch_variance) {
+    const long C = s->channels;
+    for (long c0 = 0; c0 < C; c0 += BLOCK) {
+        const long width = C - c0 < BLOCK ? C - c0 : BLOCK;
+        double m[BLOCK] = {0}, v[BLOCK] = {0};
+        for (long pass = 0; pass < 2; pass++)
+            for (long group = 0; group < s->groups; group++) {
+                const double share = (double)(group_start(s, group + 1) - group_start(s, group)) / s->examples;
+                const float *gm = mean + group * C + c0, *gv = variance + group * C + c0;
+                for (long c = 0; c < width; c++) {
+                    if (pass == 0) m[c] += share * gm[c];
+                    else v[c] += share * (gv[c] + (gm[c] - m[c]) * (gm[c] - m[c]));
+                }
+            }
+        for (long c = 0; c < width; c++) {
+            batch_mean[c0 + c] = (float)m[c];
+            batch_variance[c0 + c] = (float)v[c];
+        }
+    }
+}
+
+static void add_groups(const Shape *s, const float *table, float *out) {
+    const long C = s->channels;
+    for (long c0 = 0; c0 < C; c0 += BLOCK) {
+        const long width = C - c0 < BLOCK ? C - c0 : BLOCK;
+        double sum[BLOCK] = {0};
+        for (long group = 0; group < s->groups; group++)
+            for (long c = 0; c < width; c++) sum[c] += table[group * C + c0 + c];
+        for (long c = 0; c < width; c++) out[c0 + c] = (float)sum[c];
+    }
+}
+
 /* ---- entry points ---- */
 
 #define EACH_UNIT(s, group, u)                                                                                         \
@@ -217,14 +254,16 @@ INLINE void write_unit(const Shape *s, Unit u, const float *x, const float *dy, 
                            s.channels - c0 < step ? s.channels - c0 : step}; once; once = 0)
 
 /* Training. group_mean and group_rstd, (groups, channels / channels_per_group), are for the backward pass;
-   channel_mean and channel_variance, (groups, channels), for the moving averages. */
+   batch_mean and batch_variance, (channels), for the moving averages. y may be NULL: statistics only.
+   `scratch` has room for 2 * groups * channels. */
 void forward(Shape s, const float *x, const float *weight, const float *bias, double eps, float *y,
-             float *group_mean, float *group_rstd, float *channel_mean, float *channel_variance) {
+             float *group_mean, float *group_rstd, float *batch_mean, float *batch_variance, float *scratch) {
+    float *channel_mean = scratch, *channel_variance = scratch + s.groups * s.channels;
     const long per = s.channels_per_group, across_groups = s.channels / per;
     EACH_UNIT(s, group, u) {
-        const float *m = channel_mean + group * s.channels + u.c0, *v = channel_variance + group * s.channels + u.c0;
+        float *m = channel_mean + group * s.channels + u.c0, *v = channel_variance + group * s.channels + u.c0;
         float centre[u.width], slope[u.width], shift[u.width];
-        channel_statistics(&s, u, x, (float *)m, (float *)v);
+        channel_statistics(&s, u, x, m, v);
         for (long k = 0; k < u.width; k += per) {
             double mean = 0, variance = 0;
             for (long c = k; c < k + per; c++) mean += m[c];
@@ -239,15 +278,16 @@ void forward(Shape s, const float *x, const float *weight, const float *bias, do
                 shift[c] = bias ? bias[u.c0 + c] : 0;
             }
         }
-        write_unit(&s, u, x, 0, centre, slope, slope, shift, y);
+        if (y) write_unit(&s, u, x, 0, centre, slope, slope, shift, y);
     }
+    batch_statistics(&s, channel_mean, channel_variance, batch_mean, batch_variance);
 }
 
-/* sum_dy and sum_dy_xhat, (groups, channels), add up over the groups to the gradients of bias and weight.
-   dx may be NULL where nobody asks for it. */
+/* Gradients. dx may be NULL where nobody asks for it. `scratch` has room for 2 * groups * channels. */
 void backward(Shape s, const float *dy, const float *x, const float *weight, const float *group_mean,
-              const float *group_rstd, float *dx, float *sum_dy, float *sum_dy_xhat) {
+              const float *group_rstd, float *dx, float *dweight, float *dbias, float *scratch) {
     const long per = s.channels_per_group, across_groups = s.channels / per;
+    float *sum_dy = scratch, *sum_dy_xhat = scratch + s.groups * s.channels;
     EACH_UNIT(s, group, u) {
         const double count = (double)(u.n1 - u.n0) * s.space * per;
         const float *mean = group_mean + group * across_groups, *rstd = group_rstd + group * across_groups;
@@ -273,6 +313,8 @@ void backward(Shape s, const float *dy, const float *x, const float *weight, con
         }
         if (dx) write_unit(&s, u, x, dy, centre, scale, slope, shift, dx);
     }
+    add_groups(&s, sum_dy, dbias);
+    add_groups(&s, sum_dy_xhat, dweight);
 }
 
 /* Inference: the example's own moments have weight alpha, the moving averages the rest. One group an example. */

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -15,8 +15,8 @@ def track(iterable: Iterable[T], label: str, total: int | None = None, show: boo
 
     ``total`` is taken from ``len(iterable)`` where it has one. ``show=None`` draws only on a terminal.
     """
-    if total is None:
-        total = len(iterable) if hasattr(iterable, "__len__") else None
+    if total is None and isinstance(iterable, Sized):
+        total = len(iterable)
     bar = Bar(label, total, show)
     with bar:
         for item in iterable:
