@@ -58,8 +58,8 @@ class GroupedBatchNorm(_BatchNorm):
         affine: whether there are learnable gamma (``weight``) and beta (``bias``).
         alpha: weight of the example's own statistics at inference, 0 to 1. It is kept in the ``state_dict``, under one
             key more, where it is not 0.
-        process_group: a ``torch.distributed`` group whose processes' batches are normalised as one batch. Without it
-            statistics are per process.
+        process_group: a ``torch.distributed`` group whose processes' batches are normalised as one batch; ``"world"``
+            for all processes. Without it statistics are per process.
 
     Shape:
         - Input: (N, C), (N, C, L), (N, C, H, W), (N, C, D, H, W): any rank from 2 on
@@ -136,8 +136,12 @@ class GroupedBatchNorm(_BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         self._check_input(input)
-        if not self.training:
-            return functional.weighed_batch_norm(
+        if self.training:
+            self._check_group_has_values(input)
+            output, mean, var = self._normalise_batch(input)
+            self._update(mean, var)
+        else:
+            output = functional.weighed_batch_norm(
                 input,
                 self.running_mean,
                 self.running_var,
@@ -147,12 +151,12 @@ class GroupedBatchNorm(_BatchNorm):
                 self.channels_per_group,
                 self.eps,
             )
-        self._check_group_has_values(input)
-        output, mean, var = self._normalise(input)
-        self._update(mean, var)
+        # A layer has children only where it was converted from one that had: timm's dropout and activation.
+        for child in self._modules.values():
+            output = child(output)  # type: ignore[misc]
         return output
 
-    def _normalise(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _normalise_batch(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return functional.grouped_batch_norm(
             input,
             self.weight,
@@ -160,8 +164,14 @@ class GroupedBatchNorm(_BatchNorm):
             self.channels_per_group,
             self.examples_per_group,
             self.eps,
-            self.process_group,
+            self._processes(),
         )
+
+    def _processes(self) -> ProcessGroup | None:
+        if self.process_group == "world":
+            ready = torch.distributed.is_available() and torch.distributed.is_initialized()
+            return torch.distributed.group.WORLD if ready else None
+        return self.process_group
 
     def _update(self, mean: Tensor, var: Tensor) -> None:
         if _runs_again_for_backward():
@@ -188,8 +198,8 @@ class GroupedBatchNorm(_BatchNorm):
                 f"an empty batch has no statistics to train on, got an input of shape {tuple(input.shape)}; "
                 "skip it, or call eval()"
             )
-        if self.process_group is not None:
-            return
+        if self._processes() is not None:
+            return  # the batch is larger than what this process sees
         smallest = input.shape[0] // functional.number_of_groups(input.shape[0], self.examples_per_group)
         if smallest * self.channels_per_group * math.prod(input.shape[2:]) == 1:
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.size()}")
@@ -233,8 +243,6 @@ class GroupedBatchNorm(_BatchNorm):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        if saved is not None:
-            state_dict[key] = saved  # it is the caller's dictionary
 
     def extra_repr(self) -> str:
         return (
@@ -450,8 +458,8 @@ class BatchRenorm(GroupedBatchNorm):
 
         return 1 + (self.r_max - 1) * progress(self.r_steps), self.d_max * progress(self.d_steps)
 
-    def _normalise(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        output, mean, var = functional.grouped_batch_norm(input, eps=self.eps, process_group=self.process_group)
+    def _normalise_batch(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        output, mean, var = functional.grouped_batch_norm(input, eps=self.eps, process_group=self._processes())
         r_max, d_max = self.limits()
         moving_std = torch.sqrt(self.running_var + self.eps)
         r = (torch.sqrt(var + self.eps) / moving_std).clamp(1 / r_max, r_max)
@@ -465,6 +473,21 @@ class BatchRenorm(GroupedBatchNorm):
 
     def _repr_of_groups(self) -> str:
         return f"{self.num_features}, r_max={self.r_max}, d_max={self.d_max}"
+
+
+class FrozenBatchNorm(GroupedBatchNorm):
+    """What `betternorm.convert` makes of torchvision's FrozenBatchNorm2d: weight, bias and averages are all buffers.
+
+    It stays in evaluation mode, and so never takes statistics of a batch.
+    """
+
+    def train(self, mode: bool = True) -> FrozenBatchNorm:
+        super().train(False)
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        state_dict.pop(prefix + "num_batches_tracked", None)  # of a layer that was not frozen yet
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
 def check_group_size(name: str, value: int, alternative: str = "") -> None:
