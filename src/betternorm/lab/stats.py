@@ -1,0 +1,114 @@
+"""Mean, spread and tests over the runs of an experiment, as the paper reports them (section 3.3: P over ten runs)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+from betternorm.cli import UserError
+
+CONFIDENCE = 0.95
+RESAMPLES = 9999
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Some runs in a few numbers. ``std`` is the sample's (n - 1); with one run it and the intervals are NaN."""
+
+    mean: float
+    std: float
+    n: int
+    t_interval: tuple[float, float]
+    bootstrap_interval: tuple[float, float]
+
+    def __str__(self) -> str:
+        return f"{self.mean:.2f} ± {self.std:.2f} (n = {self.n})" if self.n > 1 else f"{self.mean:.2f} (n = 1)"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A difference of means (first less second), its interval, and the P value of there being none."""
+
+    difference: float
+    interval: tuple[float, float]
+    statistic: float
+    degrees: float
+    p: float
+
+    def __str__(self) -> str:
+        return f"{self.difference:+.2f} [{self.interval[0]:.2f}, {self.interval[1]:.2f}], P = {self.p:.3g}"
+
+
+def summary(values: Sequence[float], confidence: float = CONFIDENCE) -> Summary:
+    """Mean, standard deviation, n, and two intervals of the mean: Student's t, and the (seeded) bootstrap's."""
+    sample = _sample("values", values, at_least=1)
+    mean, n = float(sample.mean()), len(sample)
+    if n == 1:
+        return Summary(mean, math.nan, 1, (math.nan, math.nan), (math.nan, math.nan))
+    std = float(sample.std(ddof=1))
+    if std == 0:
+        return Summary(mean, 0.0, n, (mean, mean), (mean, mean))
+    t = stats.t.interval(confidence, n - 1, loc=mean, scale=std / math.sqrt(n))
+    resampled = stats.bootstrap(
+        (sample,),
+        np.mean,
+        confidence_level=confidence,
+        n_resamples=RESAMPLES,
+        method="percentile",
+        rng=np.random.default_rng(0),
+    ).confidence_interval
+    return Summary(mean, std, n, (float(t[0]), float(t[1])), (float(resampled.low), float(resampled.high)))
+
+
+def welch(first: Sequence[float], second: Sequence[float], confidence: float = CONFIDENCE) -> Comparison:
+    """Two-sided test for runs that have nothing to do with each other, without assuming equal variances."""
+    a, b = _sample("first", first, at_least=2), _sample("second", second, at_least=2)
+    difference = float(a.mean() - b.mean())
+    if a.std() == 0 and b.std() == 0:
+        return _certain(difference, len(a) + len(b) - 2)
+    found = stats.ttest_ind(a, b, equal_var=False)
+    interval = found.confidence_interval(confidence)
+    return Comparison(
+        difference,
+        (float(interval.low), float(interval.high)),
+        float(found.statistic),
+        float(found.df),
+        float(found.pvalue),
+    )
+
+
+def paired(first: Sequence[float], second: Sequence[float], confidence: float = CONFIDENCE) -> Comparison:
+    """Two-sided test for runs that belong together, like two norms with the same seed."""
+    a, b = _sample("first", first, at_least=2), _sample("second", second, at_least=2)
+    if len(a) != len(b):
+        raise UserError(f"first has {len(a)} runs and second {len(b)}; a paired test needs them in pairs")
+    difference = float((a - b).mean())
+    if (a - b).std() == 0:
+        return _certain(difference, len(a) - 1)
+    found = stats.ttest_rel(a, b)
+    interval = found.confidence_interval(confidence)
+    return Comparison(
+        difference,
+        (float(interval.low), float(interval.high)),
+        float(found.statistic),
+        float(found.df),
+        float(found.pvalue),
+    )
+
+
+def _certain(difference: float, degrees: float) -> Comparison:
+    """Without any spread the t statistic is 0/0 or infinite: say what it tends to."""
+    same = difference == 0
+    statistic = 0.0 if same else math.copysign(math.inf, difference)
+    return Comparison(difference, (difference, difference), statistic, degrees, 1.0 if same else 0.0)
+
+
+def _sample(name: str, values: Sequence[float], at_least: int) -> np.ndarray:
+    sample = np.asarray(values, dtype=np.float64)
+    if sample.ndim != 1 or len(sample) < at_least:
+        raise UserError(f"{name} has {sample.size} runs; this needs at least {at_least}")
+    return sample

@@ -1,0 +1,241 @@
+"""Where results live: one SQLite file in the output folder, a row for every trial.
+
+Many processes write at once (write-ahead log, one short transaction a row); a process that is killed loses nothing it
+was told was written; a finished row is never written again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import sqlite3
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from betternorm.cli import UserError
+
+if TYPE_CHECKING:
+    import pandas
+
+PATIENCE = 60.0  # seconds to wait for another process's transaction; each takes milliseconds
+RUNNING, DONE, FAILED = "running", "done", "failed"
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS trials (
+    key TEXT PRIMARY KEY,
+    kind TEXT NOT NULL,
+    status TEXT NOT NULL CHECK (status IN ('running', 'done', 'failed')),
+    config TEXT NOT NULL,
+    result TEXT NOT NULL DEFAULT '{}',
+    error TEXT,
+    provenance TEXT NOT NULL DEFAULT '{}',
+    attempts INTEGER NOT NULL DEFAULT 0
+) STRICT
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is known of a trial. ``row["top1"]`` looks in the result, then in the configuration."""
+
+    key: str
+    kind: str
+    status: str
+    config: dict[str, Any]
+    result: dict[str, Any] = field(default_factory=dict)
+    error: str | None = None
+    provenance: dict[str, Any] = field(default_factory=dict)
+    attempts: int = 0
+
+    def __getitem__(self, name: str) -> Any:
+        return self.result[name] if name in self.result else self.config[name]
+
+    def flat(self) -> dict[str, Any]:
+        """One level: configuration, result, and provenance under its own prefix."""
+        provenance = {f"provenance_{name}": value for name, value in self.provenance.items()}
+        names = {"key": self.key, "kind": self.kind, "status": self.status, "attempts": self.attempts}
+        return names | {"error": self.error} | self.config | self.result | provenance
+
+
+class Store:
+    """The rows of an output folder.
+
+    Examples::
+
+        >>> store = Store("runs")
+        >>> store.frame()[["norm", "seed", "validation_top1"]]
+        >>> store.export("runs.csv")
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self.path = self.folder / "store.sqlite"
+        self._connection: sqlite3.Connection | None = None
+        self._owner = 0
+        make_folder(self.folder)
+        with self._open() as connection:
+            connection.execute(SCHEMA)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Store, (self.folder,)
+
+    def trial_folder(self, key: str) -> Path:
+        """Where a trial keeps its checkpoint and whatever else it writes."""
+        return self.folder / "trials" / key
+
+    def get(self, key: str) -> Row | None:
+        with self._open() as connection:
+            found = connection.execute(f"SELECT {COLUMNS} FROM trials WHERE key = ?", (key,)).fetchone()
+        return _row(found) if found else None
+
+    def rows(self, *, kind: str | None = None, status: str | None = DONE) -> list[Row]:
+        """In the order they were first started. ``status=None`` is all of them."""
+        with self._open() as connection:
+            found = connection.execute(
+                f"SELECT {COLUMNS} FROM trials "
+                "WHERE kind = ifnull(?, kind) AND status = ifnull(?, status) ORDER BY rowid",
+                (kind, status),
+            ).fetchall()
+        return [_row(values) for values in found]
+
+    def start(self, key: str, kind: str, config: dict[str, Any]) -> None:
+        """Note that a trial is being worked on. A finished one stays finished."""
+        with self._open() as connection:
+            connection.execute(
+                "INSERT INTO trials (key, kind, status, config, attempts) VALUES (?, ?, 'running', ?, 1) "
+                "ON CONFLICT (key) DO UPDATE SET status = 'running', error = NULL, attempts = attempts + 1 "
+                "WHERE status != 'done'",
+                (key, kind, json.dumps(config)),
+            )
+
+    def finish(
+        self,
+        key: str,
+        kind: str,
+        config: dict[str, Any],
+        *,
+        result: dict[str, Any] | None = None,
+        error: str | None = None,
+        provenance: dict[str, Any] | None = None,
+    ) -> None:
+        """Write a result, or an error instead of one. When this returns it is on disk; the first result stays."""
+        status = DONE if error is None else FAILED
+        with self._open() as connection:
+            connection.execute(
+                "INSERT INTO trials (key, kind, status, config, result, error, provenance, attempts) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?, 1) ON CONFLICT (key) DO UPDATE SET status = excluded.status, "
+                "result = excluded.result, error = excluded.error, provenance = excluded.provenance "
+                "WHERE trials.status != 'done'",
+                (
+                    key,
+                    kind,
+                    status,
+                    json.dumps(config),
+                    json.dumps(result or {}),
+                    error,
+                    json.dumps(provenance or {}),
+                ),
+            )
+
+    @contextlib.contextmanager
+    def claim(self, key: str, wait: bool = True) -> Iterator[bool]:
+        """Hold a trial for this process: yields whether it was had. The system lets go of it when the process dies."""
+        folder = self.trial_folder(key)
+        make_folder(folder)
+        with open(folder / "lock", "w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            except BlockingIOError:
+                yield False
+                return
+            yield True
+
+    def frame(self, *, kind: str | None = None, status: str | None = DONE) -> pandas.DataFrame:
+        """A pandas table, a row for every trial."""
+        import pandas
+
+        return pandas.DataFrame([row.flat() for row in self.rows(kind=kind, status=status)])
+
+    def export(self, path: str | os.PathLike[str], *, kind: str | None = None, status: str | None = DONE) -> Path:
+        """Write the table as .csv or .parquet; what is not a number or a text stands there as JSON."""
+        path = Path(path)
+        if path.suffix not in (".csv", ".parquet"):
+            raise UserError(f"path is {str(path)!r}; it has to end in .csv or .parquet")
+        table = self.frame(kind=kind, status=status)
+        for name in table.columns:
+            if any(isinstance(value, list | dict) for value in table[name]):
+                table[name] = [json.dumps(value) for value in table[name]]
+        with atomic(path) as draft:
+            table.to_csv(draft, index=False) if path.suffix == ".csv" else table.to_parquet(draft)
+        return path
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[sqlite3.Connection]:
+        """A connection of this process's own (they do not survive a fork), and its errors as one line."""
+        try:
+            if self._connection is None or self._owner != os.getpid():
+                self._connection, self._owner = _connect(self.path), os.getpid()
+            yield self._connection
+        except sqlite3.DatabaseError as problem:
+            raise UserError(
+                f"the store {self.path} cannot be used: {problem}; rows already in it are kept"
+            ) from problem
+
+
+COLUMNS = "key, kind, status, config, result, error, provenance, attempts"
+
+
+def _row(values: tuple[Any, ...]) -> Row:
+    key, kind, status, config, result, error, provenance, attempts = values
+    return Row(key, kind, status, json.loads(config), json.loads(result), error, json.loads(provenance), attempts)
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, timeout=PATIENCE, isolation_level=None, check_same_thread=False)
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            # Turning the log on needs the file alone, and SQLite does not wait for that by itself.
+            connection.execute("PRAGMA journal_mode = WAL")
+            break
+        except sqlite3.OperationalError as problem:
+            if "locked" not in str(problem) or time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+    connection.execute("PRAGMA synchronous = FULL")  # on disk, not in a cache, before a row counts as written
+    return connection
+
+
+def make_folder(folder: Path) -> None:
+    """Create an output folder, or say in one line why it cannot be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(13, "Permission denied")
+    except OSError as problem:
+        raise UserError(f"output folder {folder} cannot be written: {problem.strerror}; choose another") from problem
+
+
+@contextlib.contextmanager
+def atomic(path: Path) -> Iterator[Path]:
+    """A draft beside ``path`` that takes its name when it is whole and on disk: readers see the old file or the new."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield draft
+        with open(draft, "rb") as written:
+            os.fsync(written.fileno())
+        os.replace(draft, path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as problem:
+        raise UserError(f"{path} cannot be written: {problem.strerror}; what was there before is kept") from problem
+    finally:
+        draft.unlink(missing_ok=True)

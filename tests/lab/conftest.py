@@ -1,0 +1,30 @@
+"""What the tests of the lab share: real datasets where they are at hand, and one thread on a busy machine."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+SHARED = Path(__file__).parents[3] / "shared"
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def real_data(tmp_path_factory):
+    """A folder with cifar100.npz, flowers102.npz and caltech101.npz."""
+    unpack = SHARED / "data" / "unpack.py"
+    if not unpack.is_file():
+        pytest.skip(f"the real datasets are not at {unpack.parent}")
+    folder = tmp_path_factory.mktemp("data")
+    for name in ("cifar100", "flowers102", "caltech101"):
+        subprocess.run([sys.executable, str(unpack), name, str(folder)], check=True, stdout=subprocess.DEVNULL)
+    return folder

@@ -1,0 +1,73 @@
+"""Statistics against closed forms and the numbers of textbooks."""
+
+import math
+
+import numpy as np
+import pytest
+
+from betternorm.cli import UserError
+from betternorm.lab import stats
+
+# Student's sleep data (1908): extra hours of sleep of ten patients under two drugs.
+FIRST = (0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0)
+SECOND = (1.9, 0.8, 1.1, 0.1, -0.1, 4.4, 5.5, 1.6, 4.6, 3.4)
+
+
+def test_summary_of_the_sleep_data():
+    found = stats.summary(SECOND)
+    assert found.n == 10
+    assert found.mean == pytest.approx(2.33)
+    assert found.std == pytest.approx(2.002249, abs=1e-6)
+    half = 2.262157 * 2.002249 / math.sqrt(10)  # the t table at nine degrees of freedom
+    assert found.t_interval == pytest.approx((2.33 - half, 2.33 + half), abs=1e-5)
+    assert str(found) == "2.33 ± 2.00 (n = 10)"
+
+
+def test_tests_of_the_sleep_data_give_the_published_p_values():
+    assert stats.welch(FIRST, SECOND).p == pytest.approx(0.07939, abs=1e-5)
+    assert stats.welch(FIRST, SECOND).degrees == pytest.approx(17.776, abs=1e-3)
+    found = stats.paired(FIRST, SECOND)
+    assert found.p == pytest.approx(0.002833, abs=1e-6)
+    assert found.difference == pytest.approx(-1.58)
+    assert found.interval == pytest.approx((-2.4598858, -0.7001142), abs=1e-6)
+
+
+def test_bootstrap_covers_the_mean_about_as_often_as_it_says():
+    random = np.random.RandomState(0)
+    inside = []
+    for _ in range(200):
+        low, high = stats.summary(random.randn(30)).bootstrap_interval
+        inside.append(low <= 0 <= high)
+    assert 0.88 <= np.mean(inside) <= 0.99
+
+
+def test_bootstrap_is_the_same_each_time():
+    assert stats.summary(FIRST) == stats.summary(FIRST)
+
+
+@pytest.mark.parametrize(("test", "degrees"), [(stats.welch, 4), (stats.paired, 2)])
+def test_runs_without_spread(test, degrees):
+    same = test((1.0, 1.0, 1.0), (1.0, 1.0, 1.0))
+    assert (same.difference, same.p, same.degrees) == (0.0, 1.0, degrees)
+    other = test((2.0, 2.0, 2.0), (1.0, 1.0, 1.0))
+    assert (other.difference, other.p, other.statistic) == (1.0, 0.0, math.inf)
+
+
+def test_one_run_has_a_mean_and_no_spread():
+    found = stats.summary((5.0,))
+    assert found.mean == 5.0
+    assert math.isnan(found.std)
+    assert str(found) == "5.00 (n = 1)"
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: stats.summary(()), "values has 0 runs; this needs at least 1"),
+        (lambda: stats.welch((1.0,), (1.0, 2.0)), "first has 1 runs; this needs at least 2"),
+        (lambda: stats.paired((1.0, 2.0), (1.0, 2.0, 3.0)), "first has 2 runs and second 3"),
+    ],
+)
+def test_too_few_runs(call, words):
+    with pytest.raises(UserError, match=words):
+        call()
