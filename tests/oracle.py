@@ -16,10 +16,12 @@ def normalise(
     outputs = []
     for part in x.double().split(sizes):
         side_by_side = part.transpose(0, 1).reshape(1, channels, -1)
-        gamma, beta = (None if t is None else t.double() for t in (weight, bias))
-        y = F.group_norm(side_by_side, channels // channels_per_group, gamma, beta, eps)
+        y = F.group_norm(side_by_side, channels // channels_per_group, eps=eps)
         outputs.append(y.reshape(channels, part.shape[0], *part.shape[2:]).transpose(0, 1))
-    return torch.cat(outputs)
+    gamma, beta = (None if t is None else t.double().view(-1, *(1,) * (x.dim() - 2)) for t in (weight, bias))
+    y = torch.cat(outputs)
+    y = y if gamma is None else y * gamma
+    return y if beta is None else y + beta
 
 
 def infer(

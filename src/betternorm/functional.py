@@ -112,7 +112,7 @@ def weighed_batch_norm(
     both then averaged over the channels of a group. An example is normalised by itself: its output does not depend on
     the others in the batch. ``alpha=None`` is 0; with one channel a group that is torch's batch norm, to the bit.
     """
-    if alpha is None and channels_per_group == 1:
+    if (alpha is None and channels_per_group == 1) or x.numel() == 0:
         return F.batch_norm(x, running_mean, running_var, weight, bias, False, 0.0, eps)
     tensors = (x, running_mean, running_var, weight, bias, alpha)
     needs_gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
@@ -150,7 +150,8 @@ def update_moving_averages(
     step = mean.to(running_mean.dtype) - running_mean
     running_var.mul_(1 - momentum).add_(var, alpha=momentum)
     running_var.addcmul_(step, step, value=momentum * (1 - momentum))
-    running_mean.add_(step, alpha=momentum)
+    # Not a step from where it is: infinity would turn into NaN one batch later, and in torch's layer it does not.
+    running_mean.mul_(1 - momentum).add_(mean, alpha=momentum)
 
 
 # ---- training, the four ways ----

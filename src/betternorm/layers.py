@@ -7,7 +7,7 @@ They are torch's batch norm to everything that handles one: a `state_dict` has t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -128,7 +128,7 @@ class GroupedBatchNorm(_BatchNorm):
         value = checked_alpha(value)
         if value == 0:
             self._alpha = None
-        elif self._alpha is not None:
+        elif self._alpha is not None and self._alpha.device == self.running_mean.device:
             self._alpha.fill_(value)
         else:
             with torch.inference_mode(False):  # a tensor made inside could not be changed outside
@@ -234,20 +234,29 @@ class GroupedBatchNorm(_BatchNorm):
     ) -> None:
         key = prefix + "alpha"
         saved = state_dict.pop(key, None)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
         # A checkpoint without moving averages is one of Group or Instance Norm, which know nothing of alpha.
+        # Last, because loading with assign=True may have moved the layer to another device.
         if saved is not None or prefix + "running_mean" in state_dict:
             try:
                 self.alpha = 0.0 if saved is None else float(saved)
             except ValueError as error:
                 error_msgs.append(f"{key}: {error}")
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        alpha = self._alpha
+        super()._apply(fn, recurse)
+        if alpha is not None and not alpha.is_meta:
+            # It moves with the layer but keeps its type: in half precision 0.1 would become another number.
+            self._alpha = alpha.to(self.running_mean.device)
+        return self
 
     def extra_repr(self) -> str:
         return (
             f"{self._repr_of_groups()}, eps={self.eps}, momentum={self.momentum}, affine={self.weight is not None}"
-            + (f", alpha={self.alpha}" if self._alpha is not None else "")
+            + (f", alpha={self.alpha}" if self._alpha is not None and not self._alpha.is_meta else "")
             + (", process_group=..." if self.process_group is not None else "")
         )
 
