@@ -22,6 +22,7 @@ WIDTH, BATCH = 6, 10
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+    torch.set_num_threads(1)
 
 
 def norm(width: int = WIDTH) -> nn.BatchNorm1d:
