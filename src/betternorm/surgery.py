@@ -102,31 +102,29 @@ def convert(
             raise TypeError(f"convert(..., {to!r}) has no option {option!r}; it takes {known}")
     _refuse_wrapped(model)
     wanted = _selector(where)
-    replacements: dict[nn.Module, nn.Module] = {}
-    rows: list[Change] = []
+    sizes: dict[nn.Module, tuple[int, int | None]] = {}
+    left: list[Change] = []
     already = False
-    # Planned in full before the first swap: an error leaves the model as it was.
+    # Planned in full before anything is touched: an error leaves the model as it was.
     for name, module in model.named_modules():
         if isinstance(module, GroupedBatchNorm) and to == "weighed":
             already = True
         elif _is_norm(module, to) and wanted(name, module):
             reason = _cannot_convert(name, module, to)
             if reason is None:
-                new = _converted(name, module, to, options, process_group)
-                replacements[module] = new
-                rows.append(Change(name, _describe(module), _describe(new)))
+                sizes[module] = _group_sizes(name, module, to, options)
             else:
-                rows.append(Change(name, _describe(module), "", reason))
-    left = [row for row in rows if row.reason]
+                left.append(Change(name, _describe(module), "", reason))
     if left:
-        reasons = "; ".join(f"{_called(row.name)} ({row.reason})" for row in left)
+        reasons = "; ".join(f"{_called(change.name)} ({change.reason})" for change in left)
         warnings.warn(f"left as they were: {reasons}", stacklevel=2)
-    elif not replacements and not already:
+    elif not sizes and not already:
         chosen = "" if where is None else f" among the layers that where={where!r} selects"
         warnings.warn(f"nothing to convert to {to!r}{chosen}", stacklevel=2)
+    model = _swap(model, {m: _converted(m, to, groups, options, process_group) for m, groups in sizes.items()})
     if verbose:
-        print(Changes(rows))
-    return _swap(model, replacements)
+        print(Changes([*changes(model), *left]))
+    return model
 
 
 def revert(model: M) -> M:
@@ -246,17 +244,46 @@ def _selector(where: Where | None) -> Callable[[str, nn.Module], bool]:
 # ---- the new layer ----
 
 
-def _converted(name: str, module: nn.Module, to: str, options: dict[str, Any], process_group: Any) -> GroupedBatchNorm:
+def _group_sizes(name: str, module: nn.Module, to: str, options: dict[str, Any]) -> tuple[int, int | None]:
+    """channels_per_group and examples_per_group of the new layer."""
+    origin = _origin(module)
+    own = origin.num_groups if isinstance(origin, nn.GroupNorm) else None
+    try:
+        if to == "weighed":
+            alone = own is not None or isinstance(origin, _InstanceNorm)
+            return _channels(module) // own if own else 1, 1 if alone else None
+        if to == "ghost":
+            ghost_size = options.get("ghost_size", 16)
+            check_group_size("ghost_size", ghost_size)
+            return 1, ghost_size
+        if to == "renorm":
+            BatchRenorm(1, **options)  # for what it says about its options
+            return 1, None
+        examples = 1 if to == "group" else options.get("examples_per_group", 2)
+        if examples is not None:
+            check_group_size("examples_per_group", examples)
+        return channels_in_group(options.get("num_groups", own or GROUPS), _channels(module)), examples
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{_called(name)}: {error}") from None
+
+
+def _channels(module: nn.Module) -> int:
+    channels: int = module.num_channels if isinstance(module, nn.GroupNorm) else module.__dict__.get("num_features", 0)
+    return channels or int(module._buffers["running_mean"].numel())  # type: ignore[union-attr]
+
+
+def _converted(
+    module: nn.Module, to: str, groups: tuple[int, int | None], options: dict[str, Any], process_group: Any
+) -> GroupedBatchNorm:
     kinds = {"ghost": GhostBatchNorm, "batch_group": BatchGroupNorm, "renorm": BatchRenorm}
     kind: type[GroupedBatchNorm] = FrozenBatchNorm if _is_frozen(module) else kinds.get(to, GroupedBatchNorm)
     layer = kind.__new__(kind)
     layer.__dict__.update(module.__dict__)
     layer.__dict__["_origin"] = _origin(module)  # past nn.Module.__setattr__, which would make it a child
     _complete(layer, module)
-    try:
-        _set_groups(layer, to, options)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{_called(name)}: {error}") from None
+    layer.channels_per_group, layer.examples_per_group = groups
+    if isinstance(layer, BatchRenorm):
+        layer._set_schedule(**options)
     if process_group is None:
         synchronised = isinstance(module, nn.SyncBatchNorm)
         process_group = layer.__dict__.get("process_group") or ("world" if synchronised else None)
@@ -269,10 +296,7 @@ def _complete(layer: GroupedBatchNorm, module: nn.Module) -> None:
     """Give the layer what ours have and the original may lack, and note what the original had, for `revert`."""
     layer.__dict__.setdefault("_had_buffers", {name: value is not None for name, value in module._buffers.items()})
     layer.__dict__.setdefault("momentum", 0.1)
-    if isinstance(module, nn.GroupNorm):
-        layer.num_features = module.num_channels
-    elif _is_frozen(module):
-        layer.num_features = layer.running_mean.shape[0]
+    layer.num_features = _channels(module)
     layer.affine, layer.track_running_stats = layer.weight is not None, not _is_frozen(module)
     if module._buffers.get("running_mean") is None:
         like = layer.weight if layer.weight is not None else torch.empty(0)
@@ -283,25 +307,6 @@ def _complete(layer: GroupedBatchNorm, module: nn.Module) -> None:
         layer.register_buffer("num_batches_tracked", None)
     if "_alpha" not in layer._buffers:
         layer.register_buffer("_alpha", None, persistent=False)
-
-
-def _set_groups(layer: GroupedBatchNorm, to: str, options: dict[str, Any]) -> None:
-    channels, origin = layer.num_features, _origin(layer)
-    own = origin.num_groups if isinstance(origin, nn.GroupNorm) else None
-    if to == "weighed":
-        alone = own is not None or isinstance(origin, _InstanceNorm)
-        layer._set_groups(channels // own if own else 1, 1 if alone else None)
-    elif to == "ghost":
-        ghost_size = options.get("ghost_size", 16)
-        check_group_size("ghost_size", ghost_size)
-        layer._set_groups(1, ghost_size)
-    elif to == "renorm":
-        assert isinstance(layer, BatchRenorm)
-        layer._set_groups(1, None)
-        layer._set_schedule(**options)
-    else:
-        per_group = channels_in_group(options.get("num_groups", own or GROUPS), channels)
-        layer._set_groups(per_group, 1 if to == "group" else options.get("examples_per_group", 2))
 
 
 def _uses_example_at_inference(module: nn.Module) -> bool:
