@@ -124,7 +124,7 @@ def test_every_shape_and_layout(shape, per, layout) -> None:
 
 @pytest.mark.parametrize("per", [1, 4])
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("way", "two_threads")
 def test_work_that_is_shared_between_threads(per, layout) -> None:
     x, weight, bias, dy = case((18, 36, 12, 12))
     check_training(layouts(x)[layout], weight, bias, dy, per, 4, [4, 4, 4, 3, 3])
@@ -201,7 +201,7 @@ def test_a_gradient_of_any_layout(layout) -> None:
 
 @pytest.mark.parametrize("size", [None, 4])
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-@pytest.mark.parametrize("offset", [1e4, -1e4, 1e6])
+@pytest.mark.parametrize("offset", [1e4, -1e4, 1e5])
 @pytest.mark.usefixtures("way")
 def test_a_large_mean_costs_no_digits(size, layout, offset) -> None:
     x = layouts(torch.randn(8, 6, 9, 9) + offset)[layout]

@@ -119,7 +119,7 @@ def weighed_batch_norm(
     if (
         alpha is not None
         and not needs_gradient
-        and not torch.compiler.is_compiling()  # fused with its neighbours there, and needed in exported graphs
+        and not torch.compiler.is_exporting()  # whoever loads an exported graph may not have this package
         and kernel.serves(x, channels_per_group)
     ):
         return kernel.infer(x, running_mean, running_var, weight, bias, alpha, channels_per_group, eps)
@@ -338,8 +338,9 @@ def _example_moments(x: Tensor) -> tuple[Tensor, Tensor]:
         x = x.float()
     if x.dim() == 2:
         return x, torch.zeros_like(x)
-    var, mean = torch.var_mean(x, tuple(range(2, x.dim())), correction=0)
-    return mean, var
+    space = tuple(range(2, x.dim()))
+    # The mean by itself: the one that var_mean has beside the variance is NaN where a value is infinite.
+    return x.mean(space), torch.var(x, space, correction=0)
 
 
 def _total(mean: Tensor, var: Tensor, average: Any) -> tuple[Tensor, Tensor]:

@@ -247,7 +247,7 @@ class GroupedBatchNorm(_BatchNorm):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         alpha = self._alpha
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if alpha is not None and not alpha.is_meta:
             # It moves with the layer but keeps its type: in half precision 0.1 would become another number.
             self._alpha = alpha.to(self.running_mean.device)
