@@ -6,7 +6,7 @@ import hashlib
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,6 +20,8 @@ from betternorm.evidence import assign_folds
 from betternorm.layers import GroupedBatchNorm, checked_alpha
 from betternorm.metrics import METRICS, SHARES, Metric, weighted_mean
 from betternorm.progress import Bar
+
+Setting = float | tuple[float, ...]  # one alpha for all layers, or one for each
 
 # The search moves in u, with alpha = sin²(pi u / 2): dense near 0, where the best of a BatchNorm network lies, and near
 # 1, where that of a GroupNorm network does.
@@ -90,9 +92,9 @@ def from_u(u: Any) -> Any:
 class _Pass:
     """An iteration of the loader under way."""
 
-    alphas: list[float]
+    alphas: list[Setting]
     keys: list[Tensor] = field(default_factory=list)  # of every batch seen
-    values: dict[str, dict[float, list[Tensor]]] = field(default_factory=dict)
+    values: dict[str, dict[Setting, list[Tensor]]] = field(default_factory=dict)
     counts: dict[str, list[Tensor]] = field(default_factory=dict)
 
     def clear(self) -> None:
@@ -118,7 +120,7 @@ class Runs:
         self.baseline = baseline
         self.model, self.layers, self.loader, self.metrics = model, layers, loader, metrics
         self.forward, self.limit, self.progress = forward, limit, progress
-        self.values: dict[str, dict[float, Tensor]] = {name: {} for name in metrics}
+        self.values: dict[str, dict[Setting, Tensor]] = {name: {} for name in metrics}
         self.counts: dict[str, Tensor] = {}
         self.keys = torch.empty(0, dtype=torch.int64)  # of every example, in order
         self.batch_keys = torch.empty(0, dtype=torch.int64)
@@ -132,10 +134,10 @@ class Runs:
             self._signature = _signature(model, metrics, limit)
             self._restore()
 
-    def evaluate(self, alphas: Sequence[float]) -> None:
+    def evaluate(self, alphas: Sequence[Setting]) -> None:
         """One iteration of the loader for all of these that have not been tried."""
         tried = next(iter(self.values.values()))
-        new = [alpha for alpha in dict.fromkeys(alphas) if alpha not in tried]
+        new: list[Setting] = [alpha for alpha in dict.fromkeys(alphas) if alpha not in tried]
         if not new:
             return
         current = self._unfinished
@@ -178,9 +180,10 @@ class Runs:
         if not current.keys:
             raise ValueError("the loader gave no batches: nothing to evaluate")
 
-    def _measure(self, alpha: float, batch: Any) -> dict[str, tuple[Tensor, Tensor]]:
-        for layer in self.layers.values():
-            layer.alpha = alpha
+    def _measure(self, alpha: Setting, batch: Any) -> dict[str, tuple[Tensor, Tensor]]:
+        alphas = alpha if isinstance(alpha, tuple) else (alpha,) * len(self.layers)
+        for layer, value in zip(self.layers.values(), alphas, strict=True):
+            layer.alpha = value
         output, target = self.forward(self.model, batch)
         return {name: metric.measure(output, target) for name, metric in self.metrics.items()}
 
@@ -236,9 +239,14 @@ class Runs:
         chosen = slice(None) if where is None else where
         return float(self.metrics[metric].average(values[chosen], self.counts[metric][chosen]))
 
-    def best(self, metric: str, where: Tensor | None = None, among: Iterable[float] | None = None) -> float:
+    def tried(self) -> list[float]:
+        """The single alphas, from the one nearest to the network as it was trained."""
+        settings = next(iter(self.values.values()))
+        return sorted((s for s in settings if not isinstance(s, tuple)), key=lambda alpha: abs(alpha - self.baseline))
+
+    def best(self, metric: str, where: Tensor | None = None, among: Container[float] | None = None) -> float:
         """The best alpha tried; of equals the one nearest to the network as it was trained."""
-        alphas = sorted(self.values[metric] if among is None else among, key=lambda alpha: abs(alpha - self.baseline))
+        alphas = [alpha for alpha in self.tried() if among is None or alpha in among]
         found = alphas[0]
         best = self.average(metric, self.values[metric][found], where)
         for alpha in alphas[1:]:

@@ -1,0 +1,75 @@
+"""The CIFAR-100 ResNets of the public repository karanchahal/distiller, described by their shape, to load its weights.
+
+Unlike the ResNets of He et al. the stem has 64 channels, ReLU follows a stage and not a block's addition, and every
+first block of a stage has a shortcut with a convolution. Usable on the command line:
+
+    betternorm tune benchmarks/cifar_resnets.py:resnet20 --checkpoint resnet20_cifar100.pth --data cifar100.npz
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+MEAN, STD = (0.507, 0.487, 0.441), (0.267, 0.256, 0.276)  # of the pixels / 255 that the networks were trained on
+DEPTHS = (8, 14, 20, 26, 32)
+
+
+class Block(nn.Module):
+    def __init__(self, channels_in: int, channels: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels_in, channels, 3, stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(channels)
+        self.shortcut = nn.Sequential()
+        if stride != 1 or channels_in != channels:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(channels_in, channels, 1, stride, bias=False), nn.BatchNorm2d(channels)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.bn1(self.conv1(x)))
+        return self.bn2(self.conv2(y)) + self.shortcut(x)
+
+
+class CifarResNet(nn.Module):
+    def __init__(self, depth: int, num_classes: int = 100) -> None:
+        super().__init__()
+        if depth % 6 != 2 or depth < 8:
+            raise ValueError(f"depth={depth} must be 6 n + 2: 8, 14, 20, ...")
+        self.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(64)
+        widths = (64, 16, 32, 64)
+        stages = []
+        for before, channels, stride in zip(widths, widths[1:], (1, 2, 2), strict=False):
+            first = Block(before, channels, stride)
+            stages.append(nn.Sequential(first, *(Block(channels, channels, 1) for _ in range((depth - 2) // 6 - 1))))
+        self.layer1, self.layer2, self.layer3 = stages
+        self.linear = nn.Linear(256, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.bn1(self.conv1(x)))
+        for stage in (self.layer1, self.layer2, self.layer3):
+            x = F.relu(stage(x))
+        return self.linear(F.avg_pool2d(x, 4).flatten(1))
+
+
+def resnet8() -> CifarResNet:
+    return CifarResNet(8)
+
+
+def resnet14() -> CifarResNet:
+    return CifarResNet(14)
+
+
+def resnet20() -> CifarResNet:
+    return CifarResNet(20)
+
+
+def resnet26() -> CifarResNet:
+    return CifarResNet(26)
+
+
+def resnet32() -> CifarResNet:
+    return CifarResNet(32)

@@ -1,0 +1,141 @@
+"""State dicts out of checkpoints as people write them: .pt, .pth and .safetensors, wrapped and prefixed."""
+
+from __future__ import annotations
+
+import difflib
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from betternorm.cli import UserError
+
+# Where trainers put the weights within a checkpoint, and what wrappers put before the names.
+WRAPPERS = ("state_dict", "model_state_dict", "model_state", "model", "net", "network", "module", "weights", "params")
+AVERAGED = ("state_dict_ema", "model_ema", "ema_state_dict", "ema")
+PREFIXES = ("module.", "_orig_mod.", "model.", "net.", "network.", "backbone.", "encoder.")
+
+
+def read_checkpoint(path: str | Path) -> dict[str, Any]:
+    """What a file holds. Pickles that would run code are refused: only tensors and plain containers are read."""
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"checkpoint {path}: there is no such file")
+    if path.suffix == ".safetensors":
+        try:
+            from safetensors.torch import load_file
+        except ImportError as error:
+            raise UserError(f"checkpoint {path} needs safetensors: pip install safetensors") from error
+        try:
+            return dict(load_file(path))
+        except Exception as error:
+            raise UserError(f"checkpoint {path} is damaged: {_first_line(error)}") from error
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        if "weights_only" in str(error).lower() or "Unsupported" in str(error):
+            raise UserError(
+                f"checkpoint {path} is a pickle of more than tensors, which could run code while it is read; save "
+                "model.state_dict() and give that"
+            ) from error
+        raise UserError(f"checkpoint {path} is damaged or not a checkpoint: {_first_line(error)}") from error
+    except Exception as error:  # a damaged file can fail in any way
+        raise UserError(f"checkpoint {path} is damaged or not a checkpoint: {_first_line(error)}") from error
+    if not isinstance(found, Mapping):
+        raise UserError(f"checkpoint {path} holds a {type(found).__name__}; a dict of tensors is wanted")
+    return dict(found)
+
+
+def state_dict_of(checkpoint: Mapping[str, Any], ema: bool = False) -> dict[str, Tensor]:
+    """The tensors by name, from under the usual wrapper keys; with ``ema`` from the averaged weights."""
+    found: Any = checkpoint
+    for key in AVERAGED if ema else ():
+        if isinstance(checkpoint.get(key), Mapping):
+            return state_dict_of(checkpoint[key])
+    if ema:
+        raise UserError(f"the checkpoint has no averaged weights; it has {_listed(checkpoint)}")
+    while isinstance(found, Mapping):
+        if found and all(isinstance(value, Tensor) for value in found.values()):
+            return dict(found)
+        inner = next((found[key] for key in WRAPPERS if isinstance(found.get(key), Mapping)), None)
+        if inner is None:
+            tensors = {key: value for key, value in found.items() if isinstance(value, Tensor)}
+            if tensors:  # beside numbers and notes
+                return tensors
+            break
+        found = inner
+    raise UserError(
+        f"the checkpoint holds no weights: looked under {', '.join(WRAPPERS)}, and it has {_listed(checkpoint)}"
+    )
+
+
+def load_checkpoint(model: nn.Module, path: str | Path, ema: bool = False) -> nn.Module:
+    """Load weights into ``model``, in place, whatever prefix their names have; alphas of a tuned network too.
+
+    Everything the model has must be in the file, in the right shape. Names that the model does not have are an error
+    too, except those of layers' alphas, for which it is converted.
+    """
+    path = Path(path)
+    try:
+        weights = state_dict_of(read_checkpoint(path), ema)
+    except UserError as error:
+        message = str(error)
+        raise UserError(message if str(path) in message else f"checkpoint {path}: {message}") from error
+    weights = _without_prefix(weights, set(model.state_dict()))
+    if any(name.endswith(".alpha") for name in weights):
+        from betternorm.surgery import convert
+
+        model = convert(model, "weighed")
+    own = model.state_dict()
+    # Files from before torch 0.4.1 do not count batches.
+    missing = [name for name in own if name not in weights and not name.endswith(("num_batches_tracked", ".alpha"))]
+    unknown = [name for name in weights if name not in own and not name.endswith((".alpha", "num_batches_tracked"))]
+    wrong = [name for name in own if name in weights and own[name].shape != weights[name].shape]
+    if missing or unknown or wrong:
+        raise UserError(
+            f"checkpoint {path} is of another architecture: {_mismatch(own, weights, missing, unknown, wrong)}"
+        )
+    try:
+        model.load_state_dict(weights, strict=False)
+    except RuntimeError as error:
+        raise UserError(f"checkpoint {path} does not fit the model: {_first_line(error)}") from error
+    return model
+
+
+def _without_prefix(weights: dict[str, Tensor], wanted: set[str]) -> dict[str, Tensor]:
+    """Names without the prefixes that all of them share, as long as that makes more of them known."""
+    while True:
+        prefix = next((p for p in PREFIXES if weights and all(name.startswith(p) for name in weights)), None)
+        if prefix is None or sum(name in wanted for name in weights) == len(wanted):
+            return weights
+        weights = {name.removeprefix(prefix): value for name, value in weights.items()}
+
+
+def _mismatch(
+    own: Mapping[str, Tensor], weights: Mapping[str, Tensor], missing: list[str], unknown: list[str], wrong: list[str]
+) -> str:
+    parts = []
+    if wrong:
+        name = wrong[0]
+        parts.append(
+            f"{len(wrong)} of other shapes (e.g. {name}: {tuple(weights[name].shape)} in the file, "
+            f"{tuple(own[name].shape)} in the model)"
+        )
+    if missing:
+        near = difflib.get_close_matches(missing[0], unknown, n=1)
+        parts.append(f"{len(missing)} missing (e.g. {missing[0]}{f'; the file has {near[0]}' if near else ''})")
+    if unknown:
+        parts.append(f"{len(unknown)} unknown to the model (e.g. {unknown[0]})")
+    return ", ".join(parts)
+
+
+def _listed(mapping: Mapping[str, Any], most: int = 6) -> str:
+    names = [str(key) for key in mapping]
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "") or "nothing"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
