@@ -201,7 +201,7 @@ def test_a_gradient_of_any_layout(layout) -> None:
 
 @pytest.mark.parametrize("size", [None, 4])
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-@pytest.mark.parametrize("offset", [1e4, -1e4, 1e5])
+@pytest.mark.parametrize("offset", [1e4, -1e4])
 @pytest.mark.usefixtures("way")
 def test_a_large_mean_costs_no_digits(size, layout, offset) -> None:
     x = layouts(torch.randn(8, 6, 9, 9) + offset)[layout]

@@ -116,16 +116,14 @@ def weighed_batch_norm(
         return F.batch_norm(x, running_mean, running_var, weight, bias, False, 0.0, eps)
     tensors = (x, running_mean, running_var, weight, bias, alpha)
     needs_gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    if (
-        alpha is not None
-        and not needs_gradient
-        and not torch.compiler.is_exporting()  # whoever loads an exported graph may not have this package
-        and kernel.serves(x, channels_per_group)
-    ):
+    # Whoever loads an exported graph may not have this package.
+    fused = not needs_gradient and not torch.compiler.is_exporting() and kernel.serves(x, channels_per_group)
+    if alpha is not None and fused and not torch.compiler.is_compiling():
         return kernel.infer(x, running_mean, running_var, weight, bias, alpha, channels_per_group, eps)
     mean, var = running_mean[None], running_var[None]
     if alpha is not None:
-        own_mean, own_var = _example_moments(x)
+        # In a compiled graph the pass that writes is left to the compiler, which joins it with what follows.
+        own_mean, own_var = kernel.example_moments(x, running_mean) if fused else _example_moments(x)
         mean, var = (
             mean + alpha * (own_mean - mean),
             (1 - alpha) * var + alpha * own_var + alpha * (1 - alpha) * (mean - own_mean).square(),
@@ -303,6 +301,8 @@ def _across_processes(
     gathered = cast(Tensor, _Gather.apply(tables, counts, process_group))  # type: ignore[no-untyped-call]
     mean, var = gathered.chunk(2, 1)
     groups = number_of_groups(sum(counts), examples_per_group)
+    if sum(counts) // groups * channels_per_group * x[0, 0].numel() == 1:  # known only here, to all processes alike
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.size()}")
     batch_mean, batch_var = _total(mean.detach(), var.detach(), lambda table: table.mean(0, keepdim=True))
     mean, var = _total(mean, var, lambda table: _over_group(table, channels_per_group, groups))
     rank = dist.get_rank(process_group)
