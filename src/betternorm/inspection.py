@@ -176,11 +176,11 @@ class NormReport:
             (
                 layer.name or "(the model)",
                 layer.kind,
-                _or_dash(layer.channels),
+                layer.channels,
                 layer.groups,
-                _or_dash(layer.values_per_group),
-                {True: "yes", False: "no", None: "-"}[layer.path],
-                "-" if layer.effect is None else f"{layer.effect:.3f}",
+                layer.values_per_group,
+                {True: "yes", False: "no", None: None}[layer.path],
+                None if layer.effect is None else f"{layer.effect:.3f}",
                 layer.advised,
             )
             for layer in self.layers
@@ -719,7 +719,3 @@ def _grouping(layer: nn.Module, shape: torch.Size | None, batch_size: int) -> tu
 
 def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
-
-
-def _or_dash(value: object) -> str:
-    return "-" if value is None else str(value)

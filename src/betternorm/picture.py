@@ -49,9 +49,9 @@ def draw(report: NormReport) -> str:
             layer = report[name]
             effect = "no gamma" if layer.effect is None else f"effect {layer.effect:.2f}"
             lines = [name or "(the model)", f"{layer.kind} · {effect}"]
-            colour, hint = _colour(layer.effect), f"{name}: {layer.why}"
+            fill, hint = colour(layer.effect), f"{name}: {layer.why}"
         else:
-            lines, colour, hint = [name], "#eeeeee", name
+            lines, fill, hint = [name], "#eeeeee", name
         dark = name in order and (report[name].effect or 0) > 0.6
         text = "".join(
             f'<text x="{x + wide / 2:.0f}" y="{y + high / 2 + 4 + 15 * (i - (len(lines) - 1) / 2):.0f}" '
@@ -60,7 +60,7 @@ def draw(report: NormReport) -> str:
         )
         drawn.append(
             f'<g><title>{escape(hint)}</title><rect x="{x:.0f}" y="{y:.0f}" width="{wide}" height="{high}" rx="6" '
-            f'fill="{colour}" stroke="#555"/>{text}</g>'
+            f'fill="{fill}" stroke="#555"/>{text}</g>'
         )
     return "\n".join([*drawn, "</svg>"])
 
@@ -80,7 +80,7 @@ def _in_call_order(report: NormReport) -> list[NormLayer]:
     return placed
 
 
-def _colour(effect: float | None) -> str:
+def colour(effect: float | None) -> str:
     """White for none, through orange to a dark red."""
     if effect is None:
         return "#dddddd"
