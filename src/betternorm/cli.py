@@ -15,6 +15,8 @@ from betternorm import __version__
 
 COMMANDS: dict[str, tuple[str, str]] = {
     # name: (module, one line of help)
+    "inspect": ("betternorm.commands.inspect", "the norm layers of a model, and what would help each"),
+    "train": ("betternorm.commands.train", "train a network with any normalisation, resumable, and tune alpha"),
 }
 
 # What a command returns to the shell.
