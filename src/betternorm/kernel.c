@@ -158,19 +158,33 @@ INLINE void sums(const Term term, const Shape *s, Unit u, const float *x, const 
             }
 }
 
-/* Mean and biased variance of every channel of a unit. */
-static void channel_statistics(const Shape *s, Unit u, const float *x, float *mean, float *variance) {
+/* Mean and biased variance of every channel of a unit, from sums about `mean`. Returns whether the mean was near enough
+   for the variance to be exact: what is subtracted is then at most 16 times what remains. */
+static int about(const Shape *s, Unit u, const float *x, float *mean, float *variance) {
     double sum[u.width], square[u.width];
     const double count = (double)(u.n1 - u.n0) * s->space;
-    memset(mean, 0, u.width * sizeof *mean);
-    sums(SUM, s, u, x, x, mean, sum, square);
-    for (long c = 0; c < u.width; c++) mean[c] = (float)(sum[c] / count);
+    int near = 1;
     sums(MOMENTS, s, u, x, x, mean, sum, square);
     for (long c = 0; c < u.width; c++) {
         const double off = sum[c] / count, v = square[c] / count - off * off;
+        near &= off * off <= 16 * v;
         if (isfinite(off)) mean[c] += (float)off; /* else the mean is infinite or NaN already, and stays so */
-        variance[c] = v < 0 ? 0 : (float)v; /* in this order NaN stays NaN */
+        variance[c] = v < 0 ? 0 : (float)v;       /* in this order NaN stays NaN */
     }
+    return near;
+}
+
+/* The same without a mean to begin with. A good guess, if there is one, saves reading the values twice. */
+static void channel_statistics(const Shape *s, Unit u, const float *x, const float *guess, float *mean,
+                               float *variance) {
+    double sum[u.width], unused[u.width];
+    if (guess) {
+        memcpy(mean, guess, u.width * sizeof *mean);
+        if (about(s, u, x, mean, variance)) return;
+    }
+    sums(SUM, s, u, x, x, mean, sum, unused);
+    for (long c = 0; c < u.width; c++) mean[c] = (float)(sum[c] / ((double)(u.n1 - u.n0) * s->space));
+    about(s, u, x, mean, variance);
 }
 
 /* ---- one value out for every value of a unit ---- */
@@ -263,7 +277,7 @@ void forward(Shape s, const float *x, const float *weight, const float *bias, do
     EACH_UNIT(s, group, u) {
         float *m = channel_mean + group * s.channels + u.c0, *v = channel_variance + group * s.channels + u.c0;
         float centre[u.width], slope[u.width], shift[u.width];
-        channel_statistics(&s, u, x, m, v);
+        channel_statistics(&s, u, x, NULL, m, v);
         for (long k = 0; k < u.width; k += per) {
             double mean = 0, variance = 0;
             for (long c = k; c < k + per; c++) mean += m[c];
@@ -324,7 +338,7 @@ void infer(Shape s, const float *x, const float *running_mean, const float *runn
     EACH_UNIT(s, group, u) {
         const float *moving_mean = running_mean + u.c0, *moving_var = running_var + u.c0;
         float m[u.width], v[u.width], centre[u.width], slope[u.width], shift[u.width];
-        channel_statistics(&s, u, x, m, v);
+        channel_statistics(&s, u, x, moving_mean, m, v);
         for (long k = 0; k < u.width; k += per) {
             double mean = 0, variance = 0;
             for (long c = k; c < k + per; c++) mean += (1 - alpha) * moving_mean[c] + alpha * m[c];
@@ -341,5 +355,14 @@ void infer(Shape s, const float *x, const float *running_mean, const float *runn
             }
         }
         write_unit(&s, u, x, 0, centre, slope, slope, shift, y);
+    }
+}
+
+/* Mean and biased variance over space of every example and channel, given a guess of the mean of every channel. One
+   group an example. */
+void example_moments(Shape s, const float *x, const float *guess, float *mean, float *variance) {
+    EACH_UNIT(s, group, u) {
+        const long at = group * s.channels + u.c0;
+        channel_statistics(&s, u, x, guess + u.c0, mean + at, variance + at);
     }
 }

@@ -40,6 +40,7 @@ def serves(x: Tensor, channels_per_group: int = 1) -> bool:
     )
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def available() -> bool:
     """Whether the kernel could be compiled here; ``status()`` says why not."""
     return _library()[0] is not None
@@ -91,6 +92,15 @@ def infer(
     return result
 
 
+def example_moments(x: Tensor, guess: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance over space of every example and channel, (N, C).
+
+    Fast where ``guess``, (C), is near the means; exact wherever it is.
+    """
+    result: tuple[Tensor, Tensor] = torch.ops.betternorm.example_moments(x, guess)
+    return result
+
+
 # ---- the library ----
 
 
@@ -129,7 +139,8 @@ def _library() -> tuple[ctypes.CDLL | None, str]:
     library.forward.argtypes = [_Shape, *[pointer] * 3, double, *[pointer] * 6]
     library.backward.argtypes = [_Shape, *[pointer] * 9]
     library.infer.argtypes = [_Shape, *[pointer] * 5, double, double, pointer]
-    for function in (library.forward, library.backward, library.infer):
+    library.example_moments.argtypes = [_Shape, *[pointer] * 4]
+    for function in (library.forward, library.backward, library.infer, library.example_moments):
         function.restype = None
     return library, str(path)
 
@@ -279,6 +290,19 @@ def _infer(
     return y
 
 
+def _example_moments(x: Tensor, guess: Tensor) -> tuple[Tensor, Tensor]:
+    mean, var = _example_moments_fake(x, guess)
+    library = _library()[0]
+    assert library is not None
+    tensors = (x, _as_kernel_takes(guess), mean, var)
+    library.example_moments(_shape(x, x.shape[0], 1), *map(_address, tensors))
+    return mean, var
+
+
+def _example_moments_fake(x: Tensor, guess: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape[:2]), x.new_empty(x.shape[:2])
+
+
 _operators = torch.library.Library("betternorm", "DEF")
 _operators.define(
     "forward(Tensor x, Tensor? weight, Tensor? bias, SymInt groups, int channels_per_group, float eps, bool write)"
@@ -292,8 +316,15 @@ _operators.define(
     "infer(Tensor x, Tensor running_mean, Tensor running_var, Tensor? weight, Tensor? bias, Tensor alpha,"
     " int channels_per_group, float eps) -> Tensor"
 )
-for _name, _function in (("forward", _forward), ("backward", _backward), ("infer", _infer)):
+_operators.define("example_moments(Tensor x, Tensor guess) -> (Tensor, Tensor)")
+for _name, _function in (
+    ("forward", _forward),
+    ("backward", _backward),
+    ("infer", _infer),
+    ("example_moments", _example_moments),
+):
     _operators.impl(_name, _function, "CPU")
+torch.library.register_fake("betternorm::example_moments", _example_moments_fake, lib=_operators)
 
 
 @torch.library.register_fake("betternorm::forward", lib=_operators)  # type: ignore[untyped-decorator]
