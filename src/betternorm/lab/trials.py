@@ -139,6 +139,9 @@ def run(
     row = store.get(trial.key)
     if row is not None and settled(row, retry):
         return row
+    if process_rank() > 0:  # one of several processes on one trial: the first writes the row
+        outcome = perform(trial, store.trial_folder(trial.key), runtime, progress)
+        return Row(trial.key, trial.kind, FAILED if "error" in outcome else DONE, trial.config, **outcome)
     with store.claim(trial.key, wait) as mine:
         row = store.get(trial.key)  # whoever held it may have finished it
         if not mine or (row is not None and settled(row, retry)):
@@ -147,6 +150,11 @@ def run(
         outcome = perform(trial, store.trial_folder(trial.key), runtime, progress)
         store.finish(trial.key, trial.kind, trial.config, **outcome)
     return store.get(trial.key)
+
+
+def process_rank() -> int:
+    """This process's number among those that torchrun, Lightning or SLURM started for a trial; 0 where it is alone."""
+    return int(next((os.environ[name] for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK") if name in os.environ), 0))
 
 
 def settled(row: Row, retry: bool = False) -> bool:

@@ -1,0 +1,313 @@
+"""Running many trials: in this process, in a pool of local processes, or on a Ray cluster, with the same rows.
+
+An engine decides only where a trial runs. That a trial runs once, goes on after an interruption and keeps its error is
+the business of the store and of the trial itself, so engines can be mixed and killed at will.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from betternorm.cli import UserError
+from betternorm.lab.store import FAILED, RUNNING, Row, Store
+from betternorm.lab.trials import Runtime, Trial, perform, settled
+from betternorm.lab.trials import run as run_trial
+from betternorm.progress import Bar
+
+ENGINES = ("here", "processes", "ray")
+LIVES = 3  # times that a trial may lose its process before it counts as failed
+REPORT_EVERY = 0.5  # seconds between a worker's reports
+
+
+def run(
+    trials: Sequence[Trial],
+    folder: str | os.PathLike[str],
+    *,
+    engine: str = "here",
+    runtime: Runtime | None = None,
+    workers: int | None = None,
+    address: str | None = None,
+    retry: bool = False,
+    show: bool | None = None,
+) -> list[Row]:
+    """Run every trial that has no row yet, and return the rows in the order of ``trials``.
+
+    Args:
+        engine: "here" is this process, one after the other; "processes" is a pool on this machine; "ray" is a cluster,
+            whose machines have this package and see ``folder`` at the same path.
+        workers: processes of the pool (by default a core each), or of a Ray that is started here.
+        address: of a running Ray cluster; without it one is started on this machine, and stopped at the end.
+        retry: run failed trials again.
+        show: draw a progress bar; None where somebody is watching.
+
+    Ctrl-C stops at once; what is running goes on from its checkpoint when it is run again.
+    """
+    if engine not in ENGINES:
+        raise UserError(f"engine is {engine!r}; it has to be one of {', '.join(ENGINES)}")
+    if workers is not None and workers < 1:
+        raise UserError(f"workers is {workers}; it has to be 1 or more")
+    runtime = runtime or Runtime()
+    store = Store(folder)
+    wanted = list(dict.fromkeys(trials))
+    todo = [trial for trial in wanted if not ((row := store.get(trial.key)) and settled(row, retry))]
+    alone = len(wanted) == 1 and engine == "here"
+    inner = replace(runtime, show=runtime.show if alone else False)  # one bar, not one in the other
+    with Watch(len(wanted), len(wanted) - len(todo), False if alone else show) as watch:
+        if engine == "here":
+            _here(todo, store, inner, retry, watch)
+        elif engine == "processes":
+            _processes(todo, store, inner, retry, watch, workers)
+        else:
+            _ray(todo, store, inner, retry, watch, workers, address)
+    rows = {trial: store.get(trial.key) for trial in wanted}
+    return [rows[trial] for trial in trials]
+
+
+class Watch:
+    """The state of the whole grid on one line."""
+
+    def __init__(self, total: int, done: int, show: bool | None) -> None:
+        self._bar = Bar("trials", total, show)
+        self._bar.done = done
+        self._parts: dict[str, float] = {}
+        self._failed = 0
+
+    def __enter__(self) -> Watch:
+        self._bar.__enter__()
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self._bar.__exit__(*details)
+
+    def part(self, trial: Trial, part: float) -> None:
+        self._parts[trial.key] = part
+        self._bar.advance(0, self._note())
+
+    def finished(self, trial: Trial, row: Row) -> None:
+        self._parts.pop(trial.key, None)
+        self._failed += row.status == FAILED
+        self._bar.advance(1, self._note())
+
+    def _note(self) -> str:
+        running = ", ".join(f"{part:.0%}" for part in self._parts.values())
+        words = [f"running: {running}"] if running else []
+        return "  ".join(words + ([f"{self._failed} failed"] if self._failed else []))
+
+
+# In this process ----------------------------------------------------------------------------------------------------
+
+
+def _here(todo: Sequence[Trial], store: Store, runtime: Runtime, retry: bool, watch: Watch) -> None:
+    busy = []
+    for trial in todo:
+        row = _run_here(trial, store, runtime, retry, watch, wait=False)
+        if row.status == RUNNING:  # another program has it: the others first
+            busy.append(trial)
+    for trial in busy:
+        _run_here(trial, store, runtime, retry, watch, wait=True)
+
+
+def _run_here(trial: Trial, store: Store, runtime: Runtime, retry: bool, watch: Watch, wait: bool) -> Row:
+    row = run_trial(trial, store.folder, runtime, retry=retry, wait=wait, progress=lambda part: watch.part(trial, part))
+    if row.status != RUNNING:
+        watch.finished(trial, row)
+    return row
+
+
+# In a pool of local processes ---------------------------------------------------------------------------------------
+
+
+def _processes(
+    todo: Sequence[Trial], store: Store, runtime: Runtime, retry: bool, watch: Watch, workers: int | None
+) -> None:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    workers = min(workers or cores, len(todo))
+    # As many threads as cores in all: more would only take turns.
+    runtime = replace(runtime, threads=runtime.threads or max(1, cores // max(1, workers)))
+    queue, busy, deaths = deque(todo), deque[Trial](), dict.fromkeys(todo, 0)
+    pool: list[_Worker] = []
+    try:
+        while queue or busy or any(worker.trial for worker in pool):
+            for worker in pool:
+                if worker.trial is None and (queue or busy):
+                    worker.give(queue.popleft(), False) if queue else worker.give(busy.popleft(), True)
+            while (queue or busy) and len(pool) < workers:
+                pool.append(_Worker(store, runtime, retry))
+                trial, patient = (queue.popleft(), False) if queue else (busy.popleft(), True)
+                pool[-1].give(trial, patient)
+            wait([item for worker in pool for item in (worker.pipe, worker.process.sentinel)], timeout=1.0)
+            for worker in list(pool):
+                trial = worker.trial
+                row = worker.look(watch)
+                if row is not None and row.status == RUNNING:
+                    busy.append(trial)  # another program has it: the others first
+                elif row is not None:
+                    watch.finished(trial, row)
+                elif not worker.process.is_alive():
+                    pool.remove(worker)
+                    _bury(worker, trial, store, deaths, queue, watch)
+    finally:
+        for worker in pool:
+            worker.stop()
+
+
+def _bury(
+    worker: _Worker, trial: Trial | None, store: Store, deaths: dict[Trial, int], queue: deque[Trial], watch: Watch
+) -> None:
+    """A worker died. Its trial goes on from its checkpoint in another, unless it keeps killing them."""
+    code = worker.process.exitcode
+    worker.stop()
+    if trial is None:
+        return
+    deaths[trial] += 1
+    if deaths[trial] < LIVES:
+        queue.appendleft(trial)
+        return
+    error = f"its process died {LIVES} times, the last time with exit code {code}"
+    store.finish(trial.key, trial.kind, trial.config, error=error)
+    watch.finished(trial, store.get(trial.key))
+
+
+class _Worker:
+    """A process that runs one trial after the other, and the pipe to it."""
+
+    def __init__(self, store: Store, runtime: Runtime, retry: bool) -> None:
+        context = multiprocessing.get_context("spawn")  # a fork would inherit threads that do not exist in it
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, store.folder, runtime, retry), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.trial: Trial | None = None
+
+    def give(self, trial: Trial, patient: bool) -> None:
+        self.trial = trial
+        with contextlib.suppress(OSError):  # dead already: found out on the next look
+            self.pipe.send((trial, patient))
+
+    def look(self, watch: Watch) -> Row | None:
+        """Take what it has sent; the row, if that was among it."""
+        try:
+            while self.pipe.poll():
+                message = self.pipe.recv()
+                if isinstance(message, Row):
+                    self.trial = None
+                    return message
+                watch.part(self.trial, message)
+        except (EOFError, OSError):
+            self.process.join(5)
+        return None
+
+    def stop(self) -> None:
+        self.pipe.close()
+        self.process.terminate()
+        self.process.join(5)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+
+
+def _serve(pipe: Connection, folder: Path, runtime: Runtime, retry: bool) -> None:
+    """What a worker does until nobody is there to give it anything."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    last = 0.0
+
+    def report(part: float) -> None:
+        nonlocal last
+        if time.monotonic() - last >= REPORT_EVERY:
+            last = time.monotonic()
+            with contextlib.suppress(OSError):  # the parent is gone: this trial is finished all the same
+                pipe.send(part)
+
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            trial, patient = pipe.recv()
+            pipe.send(run_trial(trial, folder, runtime, retry=retry, wait=patient, progress=report))
+
+
+# On Ray -------------------------------------------------------------------------------------------------------------
+
+
+def _ray(
+    todo: Sequence[Trial],
+    store: Store,
+    runtime: Runtime,
+    retry: bool,
+    watch: Watch,
+    workers: int | None,
+    address: str | None,
+) -> None:
+    """Workers run trials and return what came out; this process alone claims them and writes to the store.
+
+    SQLite's log does not work across machines, and this way it does not have to.
+    """
+    try:
+        import ray
+    except ImportError as problem:
+        raise UserError(f"engine 'ray' needs Ray: pip install ray ({problem})") from problem
+    threads = runtime.threads or 1
+    with _cluster(ray, address, workers, threads):
+        gpus = runtime.devices if ray.cluster_resources().get("GPU") and runtime.accelerator != "cpu" else 0
+        task = ray.remote(perform).options(num_cpus=threads, num_gpus=gpus, max_retries=LIVES - 1)
+        room = max(1, int(ray.cluster_resources().get("CPU", 1)) // threads)
+        queue, busy, flying = deque(todo), deque[Trial](), {}
+        runtime = replace(runtime, threads=threads)
+        try:
+            while queue or busy or flying:
+                while (queue or busy) and len(flying) < room:
+                    trial, patient = (queue.popleft(), False) if queue else (busy.popleft(), not flying)
+                    claim = contextlib.ExitStack()
+                    if not claim.enter_context(store.claim(trial.key, wait=patient)):
+                        busy.append(trial)
+                        break
+                    row = store.get(trial.key)
+                    if row is not None and settled(row, retry):
+                        claim.close()
+                        watch.finished(trial, row)
+                        continue
+                    store.start(trial.key, trial.kind, trial.config)
+                    place = store.trial_folder(trial.key).resolve()
+                    flying[task.remote(trial, place, runtime)] = (trial, claim)
+                ready, _ = ray.wait(list(flying), timeout=1.0) if flying else ([], None)
+                for reference in ready:
+                    trial, claim = flying.pop(reference)
+                    try:
+                        outcome = ray.get(reference)
+                    except ray.exceptions.RayError as problem:
+                        outcome = {"error": f"{type(problem).__name__}: {str(problem).strip().splitlines()[0]}"}
+                    store.finish(trial.key, trial.kind, trial.config, **outcome)
+                    claim.close()
+                    watch.finished(trial, store.get(trial.key))
+        finally:
+            for reference, (_, claim) in flying.items():
+                ray.cancel(reference, force=True)
+                claim.close()
+
+
+@contextlib.contextmanager
+def _cluster(ray: Any, address: str | None, workers: int | None, threads: int) -> Iterator[None]:
+    """Join a cluster, or start one on this machine for as long as it is needed."""
+    if ray.is_initialized():
+        yield
+        return
+    try:
+        if address:
+            ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        else:
+            cpus = workers * threads if workers else None
+            ray.init(num_cpus=cpus, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    except (ConnectionError, RuntimeError, ValueError) as problem:
+        raise UserError(f"Ray cannot be reached at {address}: {str(problem).splitlines()[0]}") from problem
+    try:
+        yield
+    finally:
+        ray.shutdown()

@@ -1,0 +1,213 @@
+"""The networks of the experiments (section 4.1), with any normalisation.
+
+The paper's ResNet-18 for small images is here, at any width and depth; the others come from timm or torchvision. All
+are built with batch norm and converted, so a norm is one word and some options.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from betternorm.cli import UserError
+from betternorm.integrations.models import load_model
+from betternorm.surgery import OPTIONS, convert
+
+# The paper's large networks, by the names they have in timm.
+NETWORKS = {
+    "inception_v3": "timm:inception_v3",
+    "resnet50": "timm:resnet50",
+    "resnet152": "timm:resnet152",
+    "mobilenet_v2": "timm:mobilenetv2_100",
+    "nasnet_a_large": "timm:nasnetalarge",
+}
+
+# Words for norms that are another conversion with fixed options. "batch" is the network as it was built.
+ALIASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "layer": ("group", {"num_groups": 1}),
+    "instance": ("group", {"num_groups": 1 << 30}),  # more groups than channels: one channel a group
+}
+NORMS = ("batch", *OPTIONS, *ALIASES)
+
+
+def build(
+    network: str,
+    num_classes: int,
+    *,
+    in_channels: int = 3,
+    width: int = 64,
+    blocks: Sequence[int] = (2, 2, 2, 2),
+    stem_stride: int = 1,
+    norm: str = "batch",
+    norm_options: Mapping[str, Any] | None = None,
+    weights: str | Path | None = None,
+) -> nn.Module:
+    """A network, with its weights if there are any, and its norm layers swapped.
+
+    Args:
+        network: "resnet18", a name in :data:`NETWORKS`, or what :func:`load_model` takes.
+        width, blocks, stem_stride: of "resnet18" only; the others have their own.
+        norm, norm_options: see :func:`apply_norm`.
+        weights: a file with trained weights, see :func:`load_weights`.
+    """
+    if network == "resnet18":
+        model: nn.Module = ResNet(
+            num_classes, in_channels=in_channels, width=width, blocks=blocks, stem_stride=stem_stride
+        )
+    elif network in NETWORKS or ":" in network:
+        spec = NETWORKS.get(network, network)
+        channels = {"in_chans": in_channels} if spec.startswith("timm:") else {}
+        model = load_model(spec, num_classes=num_classes, **channels)
+    else:
+        raise UserError(
+            f"network is {network!r}; it has to be resnet18, {', '.join(NETWORKS)}, timm:NAME, torchvision:NAME "
+            "or path/to/file.py:function"
+        )
+    if weights is not None:
+        load_weights(model, weights)
+    return apply_norm(model, norm, norm_options or {})
+
+
+def apply_norm(model: nn.Module, norm: str, options: Mapping[str, Any]) -> nn.Module:
+    """Swap the norm layers, in place.
+
+    ``norm`` is one of :data:`NORMS`, or ``package.module:function`` for one's own: the function gets the model and the
+    options, and returns the model.
+    """
+    if ":" in norm:
+        module, _, function = norm.partition(":")
+        try:
+            own: Callable[..., nn.Module] = getattr(importlib.import_module(module), function)
+        except (ImportError, AttributeError) as problem:
+            raise UserError(f"norm is {norm!r}, which cannot be imported: {problem}") from problem
+        return own(model, **options)
+    if norm not in NORMS:
+        raise UserError(f"norm is {norm!r}; it has to be one of {', '.join(NORMS)}, or package.module:function")
+    if norm == "batch":
+        if options:
+            raise UserError(f"norm_options is {dict(options)}; batch norm takes none")
+        return model
+    kind, fixed = ALIASES.get(norm, (norm, {}))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # a network without norm layers would be a trial of something else
+            return convert(model, kind, **{**options, **fixed})
+    except (ValueError, TypeError, UserWarning) as problem:
+        raise UserError(f"norm {norm!r} with {dict(options)}: {problem}") from problem
+
+
+def load_weights(model: nn.Module, path: str | Path) -> None:
+    """Load trained weights, leaving a classifier for other classes as it was initialised.
+
+    Understood are .safetensors, a state dict, and a dict with one under ``model``, ``state_dict`` or
+    ``model_state_dict``; a prefix ``module.`` is dropped. Everything but the last linear layer has to fit.
+    """
+    state = {name.removeprefix("module."): value for name, value in read_weights(Path(path)).items()}
+    # An alpha belongs to the task it was tuned for.
+    state = {name: value for name, value in state.items() if not name.endswith(".alpha")}
+    own = model.state_dict()
+    head = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)][-1:]
+    in_head = {name for name in own if head and name.startswith(f"{head[0]}.")}
+    other_head = any(name in state and state[name].shape != own[name].shape for name in in_head)
+    if other_head:
+        state = {name: value for name, value in state.items() if name not in in_head}
+    unknown = [name for name in state if name not in own]
+    missing = [
+        name for name in own if name not in state and name not in in_head and not name.endswith("num_batches_tracked")
+    ]
+    different = [name for name in state if name in own and state[name].shape != own[name].shape]
+    for problem, names in (("lacks", missing), ("has no place for", unknown), ("has another shape of", different)):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise UserError(f"{path} does not fit this network: it {problem} {names[0]}{more}")
+    model.load_state_dict(state, strict=False)
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """The state dict in a file, on the CPU."""
+    if not path.is_file():
+        raise UserError(f"there are no weights at {path}")
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            found: Any = load_file(path)
+        else:
+            found = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as problem:  # each format fails in its own way
+        first = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
+        raise UserError(f"{path} cannot be read as weights: {first}") from problem
+    for name in ("model", "state_dict", "model_state_dict"):
+        if isinstance(found, dict) and isinstance(found.get(name), dict):
+            found = found[name]
+    if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
+        raise UserError(f"{path} holds no weights: a dict of tensors, or one under 'model' or 'state_dict', is needed")
+    return found
+
+
+class ResNet(nn.Module):
+    """A residual network for small images: pre-activation blocks (He et al. 2016), widths doubling from stage to stage.
+
+    Args:
+        width: of the first stage; 64 with ``blocks=(2, 2, 2, 2)`` is the paper's ResNet-18: 64, 128, 256, 512 filters.
+        blocks: how many in each stage; every stage after the first halves the side.
+        stem_stride: 2 for a network that sees the image at half its side.
+
+    Shape:
+        - Input: (N, in_channels, H, W)
+        - Output: (N, num_classes)
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        *,
+        in_channels: int = 3,
+        width: int = 64,
+        blocks: Sequence[int] = (2, 2, 2, 2),
+        stem_stride: int = 1,
+    ) -> None:
+        super().__init__()
+        if width < 1 or not blocks or min(blocks) < 1:
+            raise UserError(f"width is {width} and blocks {tuple(blocks)}; both have to be 1 or more")
+        self.stem = nn.Conv2d(in_channels, width, 3, stem_stride, 1, bias=False)
+        stages, channels = [], width
+        for stage, count in enumerate(blocks):
+            for block in range(count):
+                out = width << stage
+                stages.append(PreActivationBlock(channels, out, 2 if stage and not block else 1))
+                channels = out
+        self.blocks = nn.Sequential(*stages)
+        self.norm = nn.BatchNorm2d(channels)
+        self.head = nn.Linear(channels, num_classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = self.norm(self.blocks(self.stem(images))).relu()
+        return self.head(features.mean((2, 3)))
+
+
+class PreActivationBlock(nn.Module):
+    """Norm, ReLU, convolution, twice, and a shortcut that is a convolution where the shape changes."""
+
+    def __init__(self, in_channels: int, channels: int, stride: int) -> None:
+        super().__init__()
+        self.norm1 = nn.BatchNorm2d(in_channels)
+        self.conv1 = nn.Conv2d(in_channels, channels, 3, stride, 1, bias=False)
+        self.norm2 = nn.BatchNorm2d(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 3, 1, 1, bias=False)
+        same = stride == 1 and in_channels == channels
+        self.shortcut = None if same else nn.Conv2d(in_channels, channels, 1, stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        active = self.norm1(x).relu()
+        shortcut = x if self.shortcut is None else self.shortcut(active)
+        return self.conv2(self.norm2(self.conv1(active)).relu()) + shortcut
