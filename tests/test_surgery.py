@@ -1,0 +1,376 @@
+"""Swapping layers keeps everything that a model's users hold on to, and can be undone."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from betternorm import BatchGroupNorm, BatchRenorm, GhostBatchNorm, GroupedBatchNorm, changes, convert, revert
+
+
+def small_network(norm=nn.BatchNorm2d) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), norm(8), nn.ReLU(), nn.Sequential(nn.Conv2d(8, 12, 3), norm(12), nn.ReLU(inplace=True))
+    )
+    return with_history(model)
+
+
+def with_history(model: nn.Module) -> nn.Module:
+    """Moving averages and parameters as after some training."""
+    for module in model.modules():
+        if getattr(module, "running_mean", None) is not None:
+            module.running_mean.normal_()
+            module.running_var.uniform_(0.5, 2)
+        if isinstance(module, (nn.modules.batchnorm._BatchNorm, nn.GroupNorm)) and module.weight is not None:
+            nn.init.uniform_(module.weight, 0.5, 1.5)
+            nn.init.normal_(module.bias)
+    return model
+
+
+def images(count: int = 4) -> torch.Tensor:
+    return torch.randn(count, 3, 9, 9, generator=torch.Generator().manual_seed(1))
+
+
+KINDS = {
+    "weighed": ({}, GroupedBatchNorm),
+    "ghost": ({"ghost_size": 2}, GhostBatchNorm),
+    "batch_group": ({"num_groups": 4}, BatchGroupNorm),
+    "group": ({"num_groups": 4}, GroupedBatchNorm),
+    "renorm": ({"r_max": 2.0}, BatchRenorm),
+}
+every_kind = pytest.mark.parametrize(("to", "options", "kind"), [(to, *rest) for to, rest in KINDS.items()])
+
+
+@every_kind
+def test_every_norm_layer_is_swapped_and_swapped_back(to, options, kind):
+    model = small_network()
+    before = model.eval()(images())
+    assert convert(model, to, **options) is model
+    assert [type(model[1]), type(model[3][1])] == [kind, kind]
+    assert revert(model) is model
+    assert [type(model[1]), type(model[3][1])] == [nn.BatchNorm2d, nn.BatchNorm2d]
+    assert torch.equal(model(images()), before)
+
+
+@every_kind
+def test_conversion_keeps_parameters_buffers_mode_dtype_and_keys(to, options, kind):
+    model = small_network().double().eval()
+    model[3][1].train()
+    parameters = [id(p) for p in model.parameters()]
+    state = copy.deepcopy(model.state_dict())
+    convert(model, to, **options)
+    assert [id(p) for p in model.parameters()] == parameters
+    assert [model[1].training, model[3][1].training] == [False, True]
+    kept = {key: value for key, value in model.state_dict().items() if not key.endswith(".alpha")}
+    assert kept.keys() == state.keys()
+    for key, value in kept.items():
+        assert value.dtype == state[key].dtype
+        assert torch.equal(value, state[key])
+
+
+@every_kind
+def test_an_optimizer_built_before_trains_the_converted_model(to, options, kind):
+    model = small_network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    convert(model, to, **options)
+    before = model[1].weight.detach().clone()
+    model.train()(images()).square().mean().backward()
+    optimizer.step()
+    assert not torch.equal(model[1].weight, before)
+    assert int(model[1].num_batches_tracked) == 1
+
+
+def test_weighed_at_alpha_0_is_the_original_to_the_bit():
+    model = small_network().eval()
+    before = model(images())
+    assert torch.equal(convert(model, "weighed")(images()), before)
+
+
+def test_weighed_trains_as_the_original():
+    model = small_network()
+    other = convert(copy.deepcopy(model), "weighed")
+    torch.testing.assert_close(other.train()(images()), model.train()(images()), atol=1e-5, rtol=1e-5)
+
+
+def test_hooks_survive_and_their_handles_still_remove_them():
+    model = small_network()
+    seen = []
+    handle = model[1].register_forward_hook(lambda module, *_: seen.append(type(module)))
+    convert(model, "ghost")(images())
+    assert seen == [GhostBatchNorm]
+    handle.remove()
+    model(images())
+    assert len(seen) == 1
+
+
+def test_what_training_changes_is_there_after_reverting():
+    model = convert(small_network(), "ghost", ghost_size=2).train()
+    model(images())
+    mean, var = model[1].running_mean.clone(), model[1].running_var.clone()
+    model.eval()
+    revert(model)
+    assert torch.equal(model[1].running_mean, mean)
+    assert torch.equal(model[1].running_var, var)
+    assert int(model[1].num_batches_tracked) == 1
+    assert not model[1].training
+
+
+def test_a_model_moved_after_conversion_reverts_to_where_it_is():
+    model = convert(small_network(), "weighed").double()
+    revert(model)
+    assert {t.dtype for t in model.state_dict().values()} == {torch.float64, torch.int64}
+    assert model(images().double()).dtype == torch.float64
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_of_a_converted_model_are_whole_and_independent(duplicate):
+    model = convert(small_network(), "weighed").eval()
+    model[1].alpha = 0.3
+    before = model(images())
+    other = duplicate(model)
+    assert torch.equal(other(images()), before)
+    revert(other)
+    assert type(other[1]) is nn.BatchNorm2d
+    assert torch.equal(model(images()), before)
+
+
+def test_converting_again_starts_from_the_original():
+    model = convert(convert(small_network(), "ghost", ghost_size=2), "batch_group", num_groups=4)
+    assert type(model[1]) is BatchGroupNorm
+    assert type(revert(model)[1]) is nn.BatchNorm2d
+
+
+def test_weighed_leaves_layers_that_have_an_alpha_as_they_are(recwarn):
+    model = convert(small_network(), "ghost")
+    convert(model, "weighed")
+    assert type(model[1]) is GhostBatchNorm
+    assert not recwarn
+
+
+def test_a_conversion_that_changes_training_sets_alpha_back():
+    model = convert(small_network(), "weighed")
+    model[1].alpha = 0.2
+    assert convert(model, "ghost")[1].alpha == 0
+    assert convert(model, "group", num_groups=4)[1].alpha == 1
+    assert convert(model, "ghost")[1].alpha == 0
+
+
+def test_a_layer_used_in_two_places_stays_one_layer():
+    norm = nn.BatchNorm2d(8)
+    model = nn.ModuleDict({"a": norm, "b": nn.Sequential(norm)})
+    convert(model, "ghost")
+    assert type(model["a"]) is GhostBatchNorm
+    assert model["a"] is model["b"][0]
+
+
+@pytest.mark.parametrize("module", [nn.BatchNorm1d(6), nn.BatchNorm2d(6), nn.BatchNorm3d(6), nn.SyncBatchNorm(6)])
+def test_a_model_that_is_itself_a_norm_layer_is_returned_converted(module):
+    layer = convert(module, "ghost")
+    assert type(layer) is GhostBatchNorm
+    assert layer.weight is module.weight
+    assert revert(layer) is module
+
+
+def test_synchronised_layers_stay_synchronised():
+    assert convert(nn.SyncBatchNorm(6), "ghost").process_group == "world"
+    assert convert(nn.BatchNorm2d(6), "ghost").process_group is None
+    assert convert(nn.BatchNorm2d(6), "ghost", process_group="world").process_group == "world"
+
+
+class TestWhere:
+    @pytest.mark.parametrize(
+        ("where", "converted"),
+        [
+            ("1", [True, False]),
+            ("3.*", [False, True]),
+            ("!1", [False, True]),
+            (["*", "!3.*"], [True, False]),
+            (lambda name, module: module.num_features == 12, [False, True]),
+        ],
+    )
+    def test_it_selects(self, where, converted):
+        model = convert(small_network(), "ghost", where=where)
+        assert [isinstance(layer, GhostBatchNorm) for layer in (model[1], model[3][1])] == converted
+
+    def test_selecting_nothing_is_a_warning(self):
+        with pytest.warns(UserWarning, match=r"nothing to convert to 'ghost' among .*'9\.\*'"):
+            convert(small_network(), "ghost", where="9.*")
+
+
+class TestGroupNorm:
+    def test_weighed_is_the_same_layer_in_both_modes(self):
+        model = with_history(nn.Sequential(nn.GroupNorm(4, 12), nn.InstanceNorm2d(12)))
+        x = torch.randn(3, 12, 5, 5)
+        before = model(x)
+        convert(model, "weighed")
+        assert [layer.alpha for layer in model] == [1, 1]
+        torch.testing.assert_close(model.train()(x), before, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(model.eval()(x), before, atol=1e-6, rtol=1e-6)
+
+    def test_its_checkpoint_loads_into_the_converted_model_but_for_the_averages(self):
+        state = with_history(nn.GroupNorm(4, 12)).state_dict()
+        layer = convert(nn.GroupNorm(4, 12), "weighed")
+        result = layer.load_state_dict(state, strict=False)
+        assert set(result.missing_keys) == {"running_mean", "running_var"}
+        assert layer.alpha == 1
+        assert torch.equal(layer.weight, state["weight"])
+
+    def test_batch_group_keeps_its_groups(self):
+        layer = convert(nn.GroupNorm(3, 12), "batch_group")
+        assert (layer.num_groups, layer.examples_per_group) == (3, 2)
+        assert convert(nn.GroupNorm(3, 12), "batch_group", num_groups=6).num_groups == 6
+
+    def test_averages_are_gone_after_reverting(self):
+        model = nn.Sequential(nn.GroupNorm(4, 12), nn.InstanceNorm2d(12))
+        keys = set(model.state_dict())
+        revert(convert(model, "weighed"))
+        assert set(model.state_dict()) == keys
+        assert model[1].running_mean is None
+
+    def test_instance_norm_with_averages_uses_them_at_inference(self):
+        norm = with_history(nn.InstanceNorm2d(6, track_running_stats=True)).eval()
+        x = torch.randn(3, 6, 5, 5)
+        before = norm(x)
+        torch.testing.assert_close(convert(norm, "weighed")(x), before)
+
+    def test_ghost_leaves_it_alone(self):
+        with pytest.warns(UserWarning, match="nothing to convert"):
+            assert type(convert(nn.Sequential(nn.GroupNorm(4, 12)), "ghost")[0]) is nn.GroupNorm
+
+
+class TestOtherLibraries:
+    @pytest.fixture(autouse=True)
+    def _libraries(self):
+        from betternorm.integrations import torchvision
+
+        torchvision.ready()
+
+    @pytest.mark.parametrize("to", ["weighed", "ghost", "renorm"])
+    def test_timm_keeps_its_activation_and_dropout(self, to):
+        timm_layers = pytest.importorskip("timm.layers")
+        norm = with_history(timm_layers.BatchNormAct2d(6, act_layer=nn.SiLU)).eval()
+        x = torch.randn(3, 6, 5, 5)
+        before = norm(x)
+        layer = convert(norm, to)
+        assert torch.equal(layer(x), before)
+        assert (layer.train()(x) >= -0.3).all()  # the least value of SiLU is -0.278
+        assert torch.equal(revert(layer).eval()(x.clone()).sign(), norm.eval()(x).sign())
+
+    def test_timm_group_norm_with_activation(self):
+        timm_layers = pytest.importorskip("timm.layers")
+        norm = with_history(timm_layers.GroupNormAct(6, num_groups=3))
+        x = torch.randn(3, 6, 5, 5)
+        before = norm(x)
+        torch.testing.assert_close(convert(norm, "weighed").eval()(x), before, atol=1e-6, rtol=1e-6)
+
+    def test_frozen_batch_norm_stays_frozen(self):
+        ops = pytest.importorskip("torchvision.ops")
+        norm = with_history(ops.FrozenBatchNorm2d(6))
+        x = torch.randn(3, 6, 5, 5)
+        before, keys = norm(x), list(norm.state_dict())
+        layer = convert(norm, "weighed")
+        torch.testing.assert_close(layer.train()(x), before, atol=1e-5, rtol=1e-5)
+        assert list(layer.state_dict()) == keys
+        assert not list(layer.parameters())
+        layer.load_state_dict(norm.state_dict())
+        layer.load_state_dict(nn.BatchNorm2d(6).state_dict())
+        layer.alpha = 0.5
+        assert torch.isfinite(layer(x)).all()
+        assert list(revert(layer).state_dict()) == keys
+
+    def test_frozen_batch_norm_cannot_become_another_kind(self):
+        ops = pytest.importorskip("torchvision.ops")
+        with pytest.warns(UserWarning, match="frozen"):
+            convert(nn.Sequential(ops.FrozenBatchNorm2d(6)), "ghost")
+
+
+class OwnForward(nn.BatchNorm2d):
+    def forward(self, input):
+        return 2 * super().forward(input)
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("module", "reason"),
+        [
+            (nn.BatchNorm2d(4, track_running_stats=False), "no moving averages"),
+            (OwnForward(4), "OwnForward has a forward pass of its own"),
+            (nn.utils.parametrizations.weight_norm(nn.BatchNorm2d(4), dim=None), "parametrised"),
+        ],
+    )
+    def test_layers_it_does_not_understand_are_left_with_the_reason(self, module, reason):
+        model = nn.Sequential(module)
+        with pytest.warns(UserWarning, match=f"layer '0' .*{reason}"):
+            convert(model, "ghost")
+        assert model[0] is module
+
+    def test_nothing_to_convert_or_revert_is_a_warning(self):
+        with pytest.warns(UserWarning, match="nothing to convert to 'ghost'"):
+            convert(nn.Linear(2, 2), "ghost")
+        with pytest.warns(UserWarning, match="nothing to revert"):
+            revert(nn.Linear(2, 2))
+
+    @pytest.mark.parametrize(
+        ("to", "options", "message"),
+        [
+            ("gohst", {}, "to='gohst' is not a kind of layer; known are 'weighed', 'ghost'"),
+            ("ghost", {"size": 4}, "no option 'size'; it takes ghost_size"),
+            ("weighed", {"ghost_size": 4}, "no option 'ghost_size'; it takes no options"),
+            ("ghost", {"ghost_size": 0}, "layer '1': ghost_size=0 must be 1 or more"),
+            ("ghost", {"ghost_size": 2.5}, "ghost_size=2.5 must be a whole number"),
+            (
+                "group",
+                {"num_groups": 8},
+                "layer '3.1': num_groups=8 does not divide the 12 channels; 1, 2, 3",
+            ),
+            ("batch_group", {"num_groups": 4, "examples_per_group": 0}, "examples_per_group=0 must be 1 or more"),
+            ("renorm", {"r_max": 0.5}, "r_max=0.5 must be 1 or more"),
+        ],
+    )
+    def test_bad_arguments_are_named_and_nothing_is_changed(self, to, options, message):
+        model = small_network()
+        state = list(model.state_dict())
+        with pytest.raises((ValueError, TypeError)) as caught:
+            convert(model, to, **options)
+        assert message in str(caught.value)
+        assert not changes(model)
+        assert list(model.state_dict()) == state
+        assert all("_alpha" not in module._buffers for module in model.modules())
+
+    def test_more_groups_than_channels_is_one_channel_a_group(self):
+        assert convert(nn.BatchNorm2d(12), "group", num_groups=32).channels_per_group == 1
+
+    def test_lazy_layers_ask_for_a_batch_first(self):
+        model = nn.Sequential(nn.LazyBatchNorm2d())
+        with pytest.raises(ValueError, match=r"layer '0' is a LazyBatchNorm2d .* run one batch"):
+            convert(model, "ghost")
+        model(torch.randn(2, 4, 3, 3))
+        assert type(convert(model, "ghost")[0]) is GhostBatchNorm
+
+    @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+    def test_scripted_models_are_refused(self):
+        traced = torch.jit.trace(small_network().eval(), images())
+        with pytest.raises(ValueError, match="TorchScript"):
+            convert(traced, "ghost")
+
+    def test_a_model_wrapped_for_distributed_training_is_refused(self, tmp_path):
+        torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+        try:
+            wrapped = nn.parallel.DistributedDataParallel(small_network())
+            for surgery in (lambda: convert(wrapped, "ghost"), lambda: revert(wrapped)):
+                with pytest.raises(ValueError, match=r"wrapped in DistributedDataParallel.*convert the model first"):
+                    surgery()
+        finally:
+            torch.distributed.destroy_process_group()
+
+
+def test_the_table_of_changes_names_every_layer(capsys):
+    model = convert(small_network(), "ghost", where="!1", verbose=True)
+    printed = capsys.readouterr().out
+    assert printed.strip() == str(changes(model))
+    assert [change.name for change in changes(model)] == ["3.1"]
+    assert "BatchNorm2d(12" in printed
+    assert "GhostBatchNorm(12, ghost_size=16" in printed
