@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from betternorm.inspection import guess_input, norm_layers, norm_report
+from betternorm.surgery import convert
 
 WIDTH, BATCH = 6, 10
 
@@ -261,6 +262,45 @@ def test_estimated_effects_agree_with_measured_ones_in_size() -> None:
         assert 1 / 4 < estimated[name].effect / measured[name].effect < 4
 
 
+CONVERSIONS: dict[str, tuple[dict[str, int], str]] = {
+    "weighed": ({}, "1 channel, the batch"),
+    "ghost": ({"ghost_size": 4}, "1 channel, 4 examples"),
+    "batch_group": ({"num_groups": 3, "examples_per_group": 2}, "2 channels, 2 examples"),
+    "group": ({"num_groups": 3}, "2 channels, 1 example"),
+    "renorm": ({}, "1 channel, the batch"),
+}
+
+
+@pytest.mark.parametrize("quick", [False, True], ids=["measured", "estimated"])
+@pytest.mark.parametrize("to", CONVERSIONS)
+def test_layers_of_this_library_normalise_too(to: str, quick: bool) -> None:
+    """Their training pass is an autograd function of its own, so no node of the graph has a known name."""
+    options, groups = CONVERSIONS[to]
+    net = convert(plain_chain().double(), to, **options)
+    report = norm_report(net, torch.randn(12, WIDTH).double(), quick=quick)
+    assert [row.path for row in report] == [False, True]
+    assert report["1"].effect == pytest.approx(0.0, abs=1e-6)
+    assert report["4"].effect == pytest.approx(1.0, abs=1e-6) if not quick else report["4"].acts
+    assert {row.groups for row in report} == {groups}
+
+
+@pytest.mark.parametrize(
+    ("name", "paths", "effects"),
+    [
+        # Last norms of the 2 blocks of the last stage, and its projection; the last norms of all 8 blocks, 3
+        # projections, and the stem, which enters the first block by an identity.
+        ("resnet18", 2 + 1, 8 + 3 + 1),
+        # As above with 3 blocks in the last stage and 16 in all; there are 4 projections, one right after the stem.
+        ("resnet50", 3 + 1, 16 + 4),
+    ],
+)
+def test_residual_networks_of_torchvision(name: str, paths: int, effects: int) -> None:
+    from betternorm.integrations.models import load_model
+
+    report = norm_report(load_model(f"torchvision:{name}"), torch.randn(4, 3, 64, 64), quick=True)
+    assert (len(report.with_path), len(report.with_effect)) == (paths, effects)
+
+
 def disturbable() -> nn.Module:
     """Everything that a careless report would change: dropout, moving averages, a frozen parameter, mixed modes."""
     net = nn.Sequential(
@@ -373,6 +413,14 @@ def test_layers_that_cannot_be_judged_say_so() -> None:
     assert "no gamma" in report["plain"].why
     assert (report["unused"].path, report["unused"].effect, report["unused"].calls) == (None, None, 0)
     assert "not called" in report["unused"].why
+
+
+def test_the_callers_gradient_mode_does_not_matter() -> None:
+    net = nn.Sequential(nn.BatchNorm1d(WIDTH, affine=False), linear(), norm())
+    with torch.no_grad():
+        report = norm_report(net, torch.randn(BATCH, WIDTH), quick=True)
+    assert [row.path for row in report] == [False, True]
+    assert report["2"].acts
 
 
 def test_inputs_may_be_a_tuple_or_keywords() -> None:

@@ -71,7 +71,7 @@ def norm_report(
         example_input: what the model is called with: a tensor, a tuple of arguments or a dict of keywords.
         batch_size: the batch size of training, for the number of values per group. Default: the example's.
         quick: estimate the effects of all layers at once from three backward passes, instead of measuring each with
-            two forward passes. Zero stays zero; other effects are right to within a factor of about two.
+            two forward passes. Zero stays zero; other effects are right to within a factor of about three.
         norm_types: further classes to be taken as norm layers, with their gamma in ``weight`` and beta in ``bias``.
         progress: show a bar; None shows it on a terminal.
 
@@ -345,8 +345,8 @@ class _Undisturbed:
     def run(self, example_input: Any, grad: bool = False) -> Any:
         """One forward pass; every one starts from the same buffers and the same random state."""
         self._restore_buffers()  # before and not after: autograd refuses buffers that changed since the pass
-        arguments, keywords = _arguments(example_input, grad)
         with torch.set_grad_enabled(grad), _same_randomness(self._devices):
+            arguments, keywords = _arguments(example_input, grad)
             return self.model(*arguments, **keywords)
 
     def fill_zeros(self, layers: Mapping[str, nn.Module]) -> None:

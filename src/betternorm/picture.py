@@ -25,7 +25,7 @@ def draw(report: NormReport) -> str:
 
     wide, high, gap = 210, 40, 30
     columns = max(map(len, rows.values()))
-    width, height = columns * (wide + gap) + gap, len(rows) * (high + gap) + gap
+    width, height = columns * (wide + gap) + 3 * gap, len(rows) * (high + gap) + gap
     corner = {
         name: (width / 2 + (i - len(names) / 2) * (wide + gap) + gap / 2, gap + row * (high + gap))
         for row, names in rows.items()
@@ -39,7 +39,7 @@ def draw(report: NormReport) -> str:
         for source, target in edges:
             (x1, y1), (x2, y2) = corner[source], corner[target]
             x1, y1, x2 = x1 + wide / 2, y1 + high, x2 + wide / 2
-            bend = (wide / 2 + gap / 2) if y2 - y1 > gap and x1 == x2 else 0
+            bend = (wide / 2 + gap) * 4 / 3 if y2 - y1 > gap and x1 == x2 else 0  # around the boxes between
             drawn.append(
                 f'<path d="M{x1:.0f} {y1:.0f} C{x1 + bend:.0f} {y1 + gap:.0f} {x2 + bend:.0f} {y2 - gap:.0f} '
                 f'{x2:.0f} {y2:.0f}" fill="none" stroke="#888"{dash}/>'
