@@ -363,7 +363,7 @@ def _over_channels(table: Tensor, channels_per_group: int) -> Tensor:
 
 def _over_examples(table: Tensor, groups: int) -> Tensor:
     """Every row replaced by the mean over its group of examples; the first groups are the larger ones."""
-    size, larger = divmod(table.shape[0], groups)
+    size, larger = table.shape[0] // groups, table.shape[0] % groups  # divmod takes no symbolic sizes
     parts = []
     for part, length in ((table[: larger * (size + 1)], size + 1), (table[larger * (size + 1) :], size)):
         if part.shape[0]:
