@@ -255,6 +255,30 @@ def test_effect_of_a_residual_branch_is_the_closed_form() -> None:
     assert norm_report(net, x)["n"].effect == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize(
+    ("build", "undone"),
+    [
+        (concatenated_then_mixed, True),  # both branches shrink alike, and the norm after them undoes it
+        (residual_projection, True),
+        (preactivation, False),  # the input itself, in the sum, does not shrink along
+        (bent, False),
+    ],
+)
+def test_scaling_all_layers_without_a_path_together(build: Callable[[], nn.Module], undone: bool, quick: bool) -> None:
+    report = norm_report(build().double(), torch.randn(BATCH, WIDTH).double(), quick=quick)
+    assert (report.joint_effect < 1e-6) is undone
+    assert (report.joint_effect > 0.01) is not undone
+
+
+def test_eps_does_not_pass_for_an_effect() -> None:
+    """With small features eps is a good part of the variance, and keeps some of the scaling from being undone."""
+    net = nn.Sequential(nn.BatchNorm1d(WIDTH), linear(), nn.BatchNorm1d(WIDTH))
+    nn.init.constant_(net[0].weight, 1e-2)
+    assert norm_report(net, torch.randn(BATCH, WIDTH))["0"].effect < 0.01
+    assert [net[0].eps, net[2].eps] == [1e-5, 1e-5]
+
+
 def test_estimated_effects_agree_with_measured_ones_in_size() -> None:
     net, x = preactivation().double(), torch.randn(64, WIDTH).double()
     measured, estimated = norm_report(net, x), norm_report(net, x, quick=True)
@@ -333,6 +357,7 @@ def test_nothing_is_left_behind(quick: bool, fails: bool) -> None:
             [id(value) for value in (*net.parameters(), *net.buffers())],
             [module.training for module in net.modules()],
             [parameter.requires_grad for parameter in net.parameters()],
+            [getattr(module, "eps", None) for module in net.modules()],
             [None if p.grad is None else p.grad.clone() for p in net.parameters()],
             [len(module._forward_hooks) for module in net.modules()],
             torch.get_rng_state(),
@@ -360,9 +385,9 @@ def same_bits(a: object, b: object) -> bool:
     return a == b
 
 
-@pytest.mark.parametrize(("quick", "forwards", "backwards"), [(False, 1 + 2 * 3, 0), (True, 1, 3)])
+@pytest.mark.parametrize(("quick", "forwards", "backwards"), [(False, 3 + 2 * 3, 0), (True, 1, 3)])
 def test_cost_in_passes(quick: bool, forwards: int, backwards: int) -> None:
-    """Within three forward and backward passes and two forward passes a layer; these three layers have gammas."""
+    """At most three forward and backward passes, and two forward passes for each of the three layers."""
     net = preactivation()
     count = {"forward": 0, "backward": 0}
 

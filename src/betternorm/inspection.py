@@ -35,6 +35,9 @@ ACTS = 0.01
 _FACTORS = (0.5, 2.0)
 _FULL_CHANGE = 1 / 3
 
+# Of a layer's eps while measuring: what eps keeps a normalisation from undoing, deep networks amplify.
+_EPS_LEFT = 1e-3
+
 # Random directions in the space of outputs, one backward pass for each.
 _PROBES = 3
 
@@ -59,12 +62,15 @@ def norm_report(
     .. math:: \frac{\lVert y_c - y \rVert}{\lVert y_c \rVert + \lVert y \rVert} \Big/ \frac{|c - 1|}{c + 1}
 
     averaged over c = 1/2 and c = 2 and cut off at 1. It is 0 where a later normalisation undoes the scaling and 1
-    where the output scales along. With several outputs the largest effect counts.
+    where the output scales along. With several outputs the largest effect counts. ``joint_effect`` is the same for all
+    layers without a path scaled together, as decay at a common rate does: often 0 where none of the single effects is,
+    for a normalisation undoes the scaling of a sum whose terms are scaled alike.
 
-    Everything is measured in training mode, with the statistics of the batch and without dropout or stochastic
-    depth, and at the present weights. A gamma or a weight matrix that is all zero (the last gamma of a residual
-    branch, a fresh classifier) would hide what lies behind it; while measuring, such a gamma is 1 and such a matrix
-    is random. Parameters, buffers, modes and random state are left as they were, bit by bit.
+    Everything is measured in training mode, with the statistics of the batch and without dropout or stochastic depth,
+    and at the present weights. A gamma or a weight matrix that is all zero (the last gamma of a residual branch, a
+    fresh classifier) would hide what lies behind it; while measuring, such a gamma is 1 and such a matrix is random,
+    and the eps of the norm layers is a thousandth of its value. Parameters, buffers, modes and random state are left
+    as they were, bit by bit.
 
     Args:
         model: any module. Its norm layers are recognised by type: torch's, timm's, those of this library.
@@ -92,17 +98,20 @@ def norm_report(
         )
     with _Undisturbed(model) as visit:
         visit.fill_zeros(layers)
+        visit.shrink_eps(layers)
         trace = _trace(visit, layers, example_input)
+        scaled = _scaled_together(layers, trace)
         if quick:
-            effects = _estimate_effects(trace, layers)
+            effects = _estimate_effects(trace, scaled)
         else:
             base = [output.detach() for output in trace.outputs]
             trace.outputs.clear()  # lets the graph go before the other passes need the memory
-            effects = _measure_effects(visit, layers, example_input, base, progress)
+            effects = _measure_effects(visit, scaled, example_input, base, progress)
     batch = batch_size or trace.batch_size
     return NormReport(
         [_describe(name, layer, trace, batch, effects.get(name)) for name, layer in layers.items()],
         batch_size=batch,
+        joint_effect=effects.get(None),
         edges=trace.edges,
         quick=quick,
     )
@@ -136,8 +145,16 @@ class NormLayer:
 class NormReport:
     """What :func:`norm_report` found: rows to iterate over, a table to print, a picture to draw."""
 
-    def __init__(self, layers: list[NormLayer], batch_size: int, edges: list[tuple[str, str]], quick: bool) -> None:
-        self.layers, self.batch_size, self.edges, self.quick = layers, batch_size, edges, quick
+    def __init__(
+        self,
+        layers: list[NormLayer],
+        batch_size: int,
+        joint_effect: float | None,
+        edges: list[tuple[str, str]],
+        quick: bool,
+    ) -> None:
+        self.layers, self.batch_size, self.joint_effect = layers, batch_size, joint_effect
+        self.edges, self.quick = edges, quick
 
     def __iter__(self) -> Iterator[NormLayer]:
         return iter(self.layers)
@@ -166,6 +183,7 @@ class NormReport:
         return {
             "batch_size": self.batch_size,
             "quick": self.quick,
+            "joint_effect": self.joint_effect,
             "layers": [dataclasses.asdict(layer) for layer in self.layers],
             "edges": [list(edge) for edge in self.edges],
         }
@@ -199,10 +217,13 @@ class NormReport:
 
     def summary(self) -> str:
         """The counts, in one line."""
-        return (
+        text = (
             f"{len(self)} norm layers at batch size {self.batch_size}: {len(self.with_path)} with a path to the "
             f"output, {len(self.with_effect)} whose {'estimated ' if self.quick else ''}effect is above {ACTS}"
         )
+        if self.joint_effect is not None:
+            text += f"; effect of those without a path together: {self.joint_effect:.3f}"
+        return text
 
     def to_svg(self) -> str:
         """The norm layers as a graph from input to output, darker where scaling has more effect."""
@@ -320,6 +341,7 @@ class _Undisturbed:
         ]
         self._gradients = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
         self._filled: list[tuple[nn.Parameter, Tensor]] = []
+        self._eps: list[tuple[Any, float]] = []
         self._devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
 
     def __enter__(self) -> _Undisturbed:
@@ -341,6 +363,8 @@ class _Undisturbed:
             parameter.requires_grad_(requires_grad)
         for module, training in self._modes:
             module.training = training
+        for module, eps in self._eps:
+            module.eps = eps
 
     def run(self, example_input: Any, grad: bool = False) -> Any:
         """One forward pass; every one starts from the same buffers and the same random state."""
@@ -364,6 +388,13 @@ class _Undisturbed:
                     generator = torch.Generator().manual_seed(len(self._filled))
                     deviation = (parameter.numel() / parameter.shape[0]) ** -0.5
                     parameter.copy_(deviation * torch.randn(parameter.shape, generator=generator))
+
+    def shrink_eps(self, layers: Mapping[str, nn.Module]) -> None:
+        """Let normalisations undo what they would undo but for their eps."""
+        modules: list[Any] = [module for layer in layers.values() for module in layer.modules()]
+        self._eps = [(module, module.eps) for module in modules if isinstance(getattr(module, "eps", None), float)]
+        for module, eps in self._eps:
+            module.eps = eps * _EPS_LEFT
 
     def _restore_buffers(self) -> None:
         for module, buffers in self._buffers:
@@ -570,26 +601,26 @@ def _all_tensors(value: Any) -> list[Tensor]:
 # --- the effect, measured or estimated --------------------------------------------------------------------------
 
 
+Scaled = dict[str | None, list[nn.Parameter]]  # by layer; None stands for all layers without a path at once
+
+
+def _scaled_together(layers: Mapping[str, nn.Module], trace: _Trace) -> Scaled:
+    scaled: Scaled = {name: [p for part in gammas_and_betas(layer) for p in part] for name, layer in layers.items()}
+    without_path = [name for name in layers if trace.calls[name] and name not in trace.reached | trace.unseen]
+    scaled[None] = list(dict.fromkeys(parameter for name in without_path for parameter in scaled[name]))
+    return {name: owned for name, owned in scaled.items() if owned}
+
+
 def _measure_effects(
-    visit: _Undisturbed,
-    layers: Mapping[str, nn.Module],
-    example_input: Any,
-    base: list[Tensor],
-    progress: bool | None,
-) -> dict[str, float]:
-    effects: dict[str, float] = {}
-    for name, layer in track(list(layers.items()), "measuring", show=progress):
-        gammas, betas = gammas_and_betas(layer)
-        if gammas or betas:
-            effects[name] = min(
-                1.0,
-                sum(
-                    _relative_change(base, _outputs_scaled(visit, gammas + betas, factor, example_input))
-                    for factor in _FACTORS
-                )
-                / (len(_FACTORS) * _FULL_CHANGE),
-            )
-    return effects
+    visit: _Undisturbed, scaled: Scaled, example_input: Any, base: list[Tensor], progress: bool | None
+) -> dict[str | None, float]:
+    def effect(parameters: list[nn.Parameter]) -> float:
+        changes = [
+            _relative_change(base, _outputs_scaled(visit, parameters, factor, example_input)) for factor in _FACTORS
+        ]
+        return min(1.0, sum(changes) / len(changes) / _FULL_CHANGE)
+
+    return {name: effect(owned) for name, owned in track(list(scaled.items()), "measuring", show=progress)}
 
 
 def _outputs_scaled(
@@ -615,17 +646,16 @@ def _relative_change(base: list[Tensor], changed: list[Tensor]) -> float:
     return max(one(before, after) for before, after in zip(base, changed, strict=True))
 
 
-def _estimate_effects(trace: _Trace, layers: Mapping[str, nn.Module]) -> dict[str, float]:
+def _estimate_effects(trace: _Trace, scaled: Scaled) -> dict[str | None, float]:
     r"""All effects from a few backward passes.
 
     For small changes the effect of a layer is :math:`\lVert a \rVert / \lVert y \rVert` with a the derivative of
     the output y by the logarithm of the factor. A backward pass from v . y / ||y|| with a random normal v gives
     gamma . d/dgamma + beta . d/dbeta = v . a / ||y|| for every layer at once, and its square has the wanted mean.
     """
-    affine = {name: [p for part in gammas_and_betas(layer) for p in part] for name, layer in layers.items()}
-    parameters = list(dict.fromkeys(p for owned in affine.values() for p in owned))
+    parameters = list(dict.fromkeys(parameter for owned in scaled.values() for parameter in owned))
     outputs = [output for output in trace.outputs if output.requires_grad and bool(output.any())]
-    squares = dict.fromkeys((name for name, owned in affine.items() if owned), 0.0)
+    squares = dict.fromkeys(scaled, 0.0)
     for probe in range(_PROBES if outputs and parameters else 0):
         generator = torch.Generator().manual_seed(probe)
         directions = [
@@ -639,7 +669,7 @@ def _estimate_effects(trace: _Trace, layers: Mapping[str, nn.Module]) -> dict[st
             if gradient is not None
         }
         for name in squares:
-            squares[name] += sum(along.get(parameter, 0.0) for parameter in affine[name]) ** 2
+            squares[name] += sum(along.get(parameter, 0.0) for parameter in scaled[name]) ** 2
     return {name: min(1.0, math.sqrt(square / _PROBES)) for name, square in squares.items()}
 
 
