@@ -238,8 +238,10 @@ def _statistics(x: Tensor, channels_per_group: int, groups: int, eps: float) -> 
     mean, var = _example_moments(x)
     batch_mean, batch_var = _total(mean, var, lambda table: table.mean(0, keepdim=True))
     mean, var = _total(mean, var, lambda table: _over_group(table, channels_per_group, groups))
-    first = torch.tensor([part[0] for part in torch.arange(x.shape[0]).tensor_split(groups)], device=x.device)
-    mean, var = (table[first, ::channels_per_group] for table in (mean, var))
+    runs = _runs(x.shape[0], groups)
+    mean, var = (
+        torch.cat([t[start:stop:size, ::channels_per_group] for start, stop, size in runs]) for t in (mean, var)
+    )
     return mean, torch.rsqrt(var + eps), batch_mean[0], batch_var[0]
 
 
@@ -362,23 +364,29 @@ def _over_channels(table: Tensor, channels_per_group: int) -> Tensor:
 
 
 def _over_examples(table: Tensor, groups: int) -> Tensor:
-    """Every row replaced by the mean over its group of examples; the first groups are the larger ones."""
-    size, larger = table.shape[0] // groups, table.shape[0] % groups  # divmod takes no symbolic sizes
+    """Every row replaced by the mean over its group of examples."""
     parts = []
-    for part, length in ((table[: larger * (size + 1)], size + 1), (table[larger * (size + 1) :], size)):
-        if part.shape[0]:
-            group = part.unflatten(0, (-1, length))
-            parts.append(group.mean(1, keepdim=True).expand_as(group).flatten(0, 1))
+    for start, stop, size in _runs(table.shape[0], groups):
+        group = table[start:stop].unflatten(0, (-1, size))
+        parts.append(group.mean(1, keepdim=True).expand_as(group).flatten(0, 1))
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 def _by_example(table: Tensor, x: Tensor, channels_per_group: int) -> Tensor:
     """(groups, C / channels_per_group) to (N, C, 1, ...)."""
-    groups = table.shape[0]
-    size, larger = divmod(x.shape[0], groups)
-    lengths = torch.tensor([size + 1] * larger + [size] * (groups - larger), device=x.device)
-    rows = table.repeat_interleave(lengths, 0, output_size=x.shape[0])
-    return _along_space(rows.repeat_interleave(channels_per_group, 1), x)
+    parts = []
+    for start, stop, size in _runs(x.shape[0], table.shape[0]):
+        count = (stop - start) // size
+        parts.append(table[:count].repeat_interleave(size, 0))
+        table = table[count:]
+    return _along_space(torch.cat(parts).repeat_interleave(channels_per_group, 1), x)
+
+
+def _runs(examples: int, groups: int) -> list[tuple[int, int, int]]:
+    """The examples as runs of groups of one size: first example, end, size. The larger groups come first."""
+    size, larger = divmod(examples, groups)
+    middle = larger * (size + 1)
+    return [run for run in ((0, middle, size + 1), (middle, examples, size)) if run[0] < run[1]]
 
 
 def _normalise(x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
