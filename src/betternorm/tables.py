@@ -14,8 +14,8 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     stem         64
     head       1024
     """
-    body = [[_cell(value) for value in row] for row in rows]
-    right = [all(_is_number(cell) for cell in column) for column in zip(*body, strict=True)] or [False] * len(headers)
+    body = [[shown(value) for value in row] for row in rows]
+    right = [all(is_number(cell) for cell in column) for column in zip(*body, strict=True)] or [False] * len(headers)
     widths = [max(map(len, column)) for column in zip(headers, *body, strict=True)]
 
     def line(cells: Sequence[str]) -> str:
@@ -27,13 +27,15 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join([line(headers), "  ".join("─" * width for width in widths), *map(line, body)])
 
 
-def _cell(value: object) -> str:
+def shown(value: object) -> str:
+    """A value as it stands in a table: four significant digits of a float, nothing for None."""
     if isinstance(value, float):
         return f"{value:.4g}"
     return "" if value is None else str(value)
 
 
-def _is_number(cell: str) -> bool:
+def is_number(cell: str) -> bool:
+    """Whether a cell is a number, a percentage or empty, and so belongs to the right of its column."""
     try:
         float(cell.rstrip("%") or "0")
     except ValueError:

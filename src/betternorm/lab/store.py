@@ -12,7 +12,7 @@ import json
 import os
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -163,16 +163,7 @@ class Store:
 
     def export(self, path: str | os.PathLike[str], *, kind: str | None = None, status: str | None = DONE) -> Path:
         """Write the table as .csv or .parquet; what is not a number or a text stands there as JSON."""
-        path = Path(path)
-        if path.suffix not in (".csv", ".parquet"):
-            raise UserError(f"path is {str(path)!r}; it has to end in .csv or .parquet")
-        table = self.frame(kind=kind, status=status)
-        for name in table.columns:
-            if any(isinstance(value, list | dict) for value in table[name]):
-                table[name] = [json.dumps(value) for value in table[name]]
-        with atomic(path) as draft:
-            table.to_csv(draft, index=False) if path.suffix == ".csv" else table.to_parquet(draft)
-        return path
+        return export(self.rows(kind=kind, status=status), path)
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
@@ -185,6 +176,22 @@ class Store:
             raise UserError(
                 f"the store {self.path} cannot be used: {problem}; rows already in it are kept"
             ) from problem
+
+
+def export(rows: Iterable[Row], path: str | os.PathLike[str]) -> Path:
+    """Write some rows as :meth:`Store.export` writes all of them."""
+    import pandas
+
+    path = Path(path)
+    if path.suffix not in (".csv", ".parquet"):
+        raise UserError(f"path is {str(path)!r}; it has to end in .csv or .parquet")
+    table = pandas.DataFrame([row.flat() for row in rows])
+    for name in table.columns:
+        if any(isinstance(value, list | dict) for value in table[name]):
+            table[name] = [json.dumps(value) for value in table[name]]
+    with atomic(path) as draft:
+        table.to_csv(draft, index=False) if path.suffix == ".csv" else table.to_parquet(draft)
+    return path
 
 
 COLUMNS = "key, kind, status, config, result, error, provenance, attempts"
