@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import io
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -499,6 +501,16 @@ class ForeignOptimizer(optim.Optimizer):
 def _foreign() -> None:
     net = small_net()
     decay_toward_one(ForeignOptimizer(net.parameters()), net)
+
+
+def test_the_examples_of_the_method_card_run() -> None:
+    card = (Path(__file__).parents[1] / "docs" / "methods" / "weight-decay.md").read_text()
+    names: dict[str, Any] = {"print": lambda *_: None}
+    examples = re.findall(r"```python\n(.*?)```", card, flags=re.DOTALL)
+    for example in examples:
+        exec(example, names)
+    assert len(examples) == 4
+    assert [group["name"] for group in names["optimizer"].param_groups] == ["decay", "no decay", "gamma toward 1"]
 
 
 ARCHITECTURES = [
