@@ -1,0 +1,69 @@
+"""What is learned at each scale: the datasets, networks and hyperparameters of all experiments, in one place.
+
+*smoke* is scikit-learn's digits, a second or two a trial. *small* is photographs on a CPU, ten seconds to a minute a
+trial: mostly the first twenty classes of Oxford Flowers-102 at 32x32, whose ten images a class make a network overfit,
+as the regularising techniques need. *paper* is section 4.1; the paper gives no learning rates or lengths of training, and
+those here are common for its networks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from betternorm.lab.training import Config
+
+# Denser near 0, where the best alpha of a batch norm network lies, and near 1, where that of a group norm network does.
+ALPHAS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 1.0)
+
+SMOKE = Config(
+    dataset="digits",
+    train_examples=256,
+    width=8,
+    blocks=(1, 1),
+    batch_size=32,
+    epochs=6,
+    validate_every=0,
+    alpha_grid=(0.0, 0.05, 0.2, 0.5, 1.0),
+)
+SMALL = Config(
+    dataset="flowers102",
+    classes=20,
+    image_size=32,
+    width=16,
+    blocks=(1, 1, 1),
+    stem_stride=2,
+    batch_size=32,
+    learning_rate=0.08,
+    epochs=60,
+    validate_every=0,
+    alpha_grid=ALPHAS,
+)
+CALTECH101 = replace(SMALL, dataset="caltech101", epochs=30)
+PAPER = Config(dataset="cifar100", epochs=160, schedule="step", validate_every=10, alpha_grid=ALPHAS)
+CALTECH256 = replace(
+    PAPER,
+    dataset="caltech256",
+    network="inception_v3",
+    image_size=299,
+    epochs=100,
+    batch_size=32,
+    learning_rate=0.05,
+    precision="16-mixed",
+)
+
+# What most experiments learn, by the name of the dataset.
+TASKS: dict[str, dict[str, Config]] = {
+    "smoke": {"digits": SMOKE},
+    "small": {"Flowers-102": SMALL},
+    "paper": {"CIFAR-100": PAPER, "SVHN": replace(PAPER, dataset="svhn", epochs=20), "Caltech-256": CALTECH256},
+}
+
+
+def with_norm(config: Config, norm: str, **options: object) -> Config:
+    return replace(config, norm=norm, norm_options=options)
+
+
+def at_batch_size(config: Config, batch_size: int) -> Config:
+    """The same epochs at another batch size, with the learning rate in proportion to its square root."""
+    rate = config.learning_rate * (batch_size / config.batch_size) ** 0.5
+    return replace(config, batch_size=batch_size, learning_rate=float(f"{rate:.3g}"))
