@@ -8,19 +8,47 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from betternorm import __version__
+from betternorm.terminal import paint
 
-COMMANDS: dict[str, tuple[str, str]] = {
-    # name: (module, one line of help)
-    "inspect": ("betternorm.commands.inspect", "the norm layers of a model, and what would help each"),
-    "train": ("betternorm.commands.train", "train a network with any normalisation, resumable, and tune alpha"),
+
+@dataclass(frozen=True)
+class Command:
+    """Where a command lives, what it does in a line, and the extra of this package that it needs."""
+
+    module: str
+    summary: str
+    extra: str = ""
+
+    @property
+    def help(self) -> str:
+        return f"{self.summary} [{self.extra}]" if self.extra else self.summary
+
+
+COMMANDS: dict[str, Command] = {
+    "inspect": Command("betternorm.commands.inspect", "the norm layers of a model, and what would help each"),
+    "train": Command("betternorm.commands.train", "train a network with any norm, and tune alpha", "lab"),
+    "completion": Command("betternorm.commands.completion", "completion of commands and options in your shell"),
 }
 
 # What a command returns to the shell.
-OK, FINDING, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+OK, FINDING, BAD_INPUT, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 130, 141
+
+EPILOG = """\
+commands:
+{commands}
+
+A command marked [lab] or [integrations] needs more than torch:
+  pip install 'betternorm[lab]'      brings both
+
+`betternorm COMMAND --help` shows options and examples. Exit codes: 0 done,
+1 a finding (no gain, a run that failed), 2 bad usage or input.
+"""
 
 
 class UserError(Exception):
@@ -29,28 +57,59 @@ class UserError(Exception):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
-    parser = argparse.ArgumentParser(prog="betternorm", description="Four improvements to batch normalisation.")
-    parser.add_argument("--version", action="version", version=f"betternorm {__version__}")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, (module, summary) in COMMANDS.items():
-        command = commands.add_parser(
-            name, help=summary, description=summary, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
-        if name in words:
-            importlib.import_module(module).add_arguments(command)
-    parsed = parser.parse_args(words)
+    called = next((word for word in words if not word.startswith("-")), "")
+    debug = "--debug" in words
     try:
-        status: int = importlib.import_module(COMMANDS[parsed.command][0]).run(parsed)
+        parsed = build_parser({called}).parse_args(words)
+        status: int = importlib.import_module(COMMANDS[called].module).run(parsed)
+        sys.stdout.flush()
         return status
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    except (UserError, ImportError) as error:
-        if parsed.debug:
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains on its way out
+        return PIPE_CLOSED
+    except Exception as error:
+        if debug:
             raise
-        print(f"betternorm {parsed.command}: {error}", file=sys.stderr)
+        print(f"{paint(f'betternorm {called}:', 'red', sys.stderr)} {_one_line(error, called)}", file=sys.stderr)
         return BAD_INPUT
+
+
+def build_parser(with_options: Collection[str] = ()) -> argparse.ArgumentParser:
+    """The parser, with the options of the named commands: a command's module is imported only for those."""
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="betternorm",
+        description="Four improvements to batch normalisation, on any PyTorch model.",
+        epilog=EPILOG.format(commands=_listed()),
+        formatter_class=layout,
+    )
+    parser.add_argument("--version", action="version", version=f"betternorm {__version__}")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, help="one of those below")
+    for name, command in COMMANDS.items():
+        sub = commands.add_parser(name, description=command.help, formatter_class=layout)
+        sub.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        if name in with_options:
+            importlib.import_module(command.module).add_arguments(sub)
+    return parser
+
+
+def _listed() -> str:
+    width = max(map(len, COMMANDS))
+    return "\n".join(f"  {name:{width}}  {command.help}" for name, command in COMMANDS.items())
+
+
+def _one_line(error: Exception, called: str) -> str:
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("betternorm"):
+        extra = COMMANDS[called].extra or "integrations"
+        return f"needs {error.name.partition('.')[0]}, which is not installed: pip install 'betternorm[{extra}]'"
+    first = (str(error).strip().splitlines() or ["no message"])[0]
+    return first if isinstance(error, ImportError) else f"{type(error).__name__}: {first} (--debug shows where)"
 
 
 if __name__ == "__main__":

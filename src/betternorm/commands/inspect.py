@@ -15,6 +15,7 @@ from betternorm.cli import OK, UserError
 from betternorm.inspection import NormReport, guess_input, norm_report
 from betternorm.integrations.models import load_model
 from betternorm.picture import colour
+from betternorm.terminal import show
 
 # Enough examples for statistics of a batch; the effects hardly depend on their number, the time does.
 MEASURED_WITH = 4
@@ -35,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overfits", choices=["yes", "no"], help="whether the model overfits, where that is known")
     parser.add_argument("--quick", action="store_true", help="estimate all effects at once instead of measuring each")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with table and picture")
 
 
@@ -49,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
             _example(model, shape, arguments.batch_size),
             batch_size=arguments.batch_size,
             quick=arguments.quick,
-            progress=None,
+            progress=False if arguments.quiet else None,
         )
     except ValueError as error:
         raise UserError(str(error)) from error
@@ -64,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         found = {"model": arguments.model, "report": report.to_dict(), "advice": advice.to_dict()}
         print(json.dumps(found, indent=2))
     else:
-        print(f"{report}\n\n{advice}")
+        show(f"{report}\n\n{advice}")
     return OK
 
 

@@ -16,6 +16,7 @@ from betternorm.lab.store import DONE, Row, Store
 from betternorm.lab.training import JUDGED_BY, Config
 from betternorm.lab.trials import Runtime, grid, process_rank
 from betternorm.tables import table
+from betternorm.terminal import show
 
 EXAMPLES = """examples:
   betternorm train                                                     digits, batch norm
@@ -61,14 +62,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--address", help="of a running Ray cluster")
     how.add_argument("--retry", action=argparse.BooleanOptionalAction, default=True, help="run what failed again")
     how.add_argument("--export", metavar="FILE", help="write all rows of the store to .csv or .parquet")
+    how.add_argument("--json", action="store_true", help="print the rows as JSON")
     how.add_argument("--quiet", action="store_true", help="no progress bar")
 
 
 def run(arguments: argparse.Namespace) -> int:
     values = {item.name: getattr(arguments, item.name) for item in fields(Config) if hasattr(arguments, item.name)}
     values |= {"seed": arguments.seed[0], "norm_options": dict(map(_option, arguments.norm_option))}
-    show = False if arguments.quiet else None
-    runtime = Runtime(**{name: getattr(arguments, name) for name in RUNTIME}, show=show)
+    bars = False if arguments.quiet else None
+    runtime = Runtime(**{name: getattr(arguments, name) for name in RUNTIME}, show=bars)
     rows = engines.run(
         grid(Config(**values), seed=arguments.seed),
         arguments.output,
@@ -77,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
         workers=arguments.processes,
         address=arguments.address,
         retry=arguments.retry,
-        show=show,
+        show=bars,
     )
     if process_rank() > 0:
         return OK
@@ -87,9 +89,12 @@ def run(arguments: argparse.Namespace) -> int:
     failed = [row for row in rows if row.status != DONE]
     if failed and len(rows) == 1:
         raise UserError(failed[0].error if arguments.debug else failed[0].error.splitlines()[0])
-    print(report(done))
-    for row in failed:
-        print(f"seed {row['seed']} failed: {row.error.splitlines()[0]}")
+    if arguments.json:
+        print(json.dumps([row.flat() for row in rows], indent=2))
+    else:
+        show(report(done))
+        for row in failed:
+            print(f"seed {row['seed']} failed: {row.error.splitlines()[0]}")
     return FINDING if failed else OK
 
 
