@@ -230,7 +230,9 @@ class Session:
 
     def __init__(self, config: Config, folder: Path, runtime: Runtime) -> None:
         self.config, self.folder, self.runtime = config, folder, runtime
-        self.fabric = _fabric(config, runtime)
+        from betternorm.lab.fabric import launch  # slow to import, and needed only here
+
+        self.fabric = launch(config.precision, runtime)
         self.device = self.fabric.device
         self.data = load_data(config, runtime)
         self.train_loader = self._loader(
@@ -500,34 +502,6 @@ def _weights_of(config: Config, folder: Path) -> Path | None:
         return None
     key = config.finetune_from.removeprefix("trial:")
     return folder.parent / key / "model.pt" if key != config.finetune_from else Path(config.finetune_from)
-
-
-def _fabric(config: Config, runtime: Runtime) -> Any:
-    """Lightning Fabric on this process's share of the machines; under torchrun its variables say what that is."""
-    from betternorm.integrations.torchvision import ready
-
-    ready()  # lightning imports torchvision
-    from lightning.fabric import Fabric
-    from lightning.fabric.strategies import DDPStrategy
-
-    devices, nodes = runtime.devices, runtime.nodes
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        devices = int(os.environ["LOCAL_WORLD_SIZE"])
-        nodes = int(os.environ["WORLD_SIZE"]) // devices
-    # Buffers are not broadcast from the first process at each step: that would throw the others' statistics away.
-    strategy = DDPStrategy(broadcast_buffers=False) if devices * nodes > 1 else "auto"
-    try:
-        fabric = Fabric(
-            accelerator=runtime.accelerator,
-            devices=devices,
-            num_nodes=nodes,
-            strategy=strategy,
-            precision=config.precision,
-        )
-    except (ValueError, RuntimeError) as problem:
-        raise UserError(f"Lightning Fabric refuses: {' '.join(str(problem).split())}") from problem
-    fabric.launch()
-    return fabric
 
 
 @contextlib.contextmanager

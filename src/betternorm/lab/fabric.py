@@ -1,0 +1,40 @@
+"""Lightning Fabric, set up for this process's share of the machines.
+
+A module of its own because Lightning takes seconds to import: what does not train does not wait for it, and a pool of
+processes imports it once.
+"""
+
+from __future__ import annotations
+
+import os
+
+from betternorm.cli import UserError
+from betternorm.integrations.torchvision import ready
+from betternorm.lab.trials import Runtime
+
+ready()  # lightning imports torchvision
+
+from lightning.fabric import Fabric  # noqa: E402
+from lightning.fabric.strategies import DDPStrategy  # noqa: E402
+
+
+def launch(precision: str, runtime: Runtime) -> Fabric:
+    """As ``runtime`` says, or under torchrun as its variables say."""
+    devices, nodes = runtime.devices, runtime.nodes
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        devices = int(os.environ["LOCAL_WORLD_SIZE"])
+        nodes = int(os.environ["WORLD_SIZE"]) // devices
+    # Buffers are not broadcast from the first process at each step: that would throw the others' statistics away.
+    strategy = DDPStrategy(broadcast_buffers=False) if devices * nodes > 1 else "auto"
+    try:
+        fabric = Fabric(
+            accelerator=runtime.accelerator,
+            devices=devices,
+            num_nodes=nodes,
+            strategy=strategy,
+            precision=precision,
+        )
+    except (ValueError, RuntimeError) as problem:
+        raise UserError(f"Lightning Fabric refuses: {' '.join(str(problem).split())}") from problem
+    fabric.launch()
+    return fabric

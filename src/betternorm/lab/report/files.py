@@ -1,0 +1,176 @@
+"""Results as files: a Markdown page for each experiment with its figures as PNG and SVG, its tables and rows as CSV."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from betternorm.lab.report import shared
+from betternorm.lab.results import Figure, Result, Table
+from betternorm.lab.store import atomic, export, make_folder
+from betternorm.tables import is_number, shown
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Canvas
+
+INTERVAL = {"fmt": "none", "capsize": 3, "elinewidth": 1.2}
+
+
+def write(results: Sequence[Result], folder: str | os.PathLike[str]) -> list[Path]:
+    """Write everything, and return the paths, ``index.md`` first.
+
+    For an experiment NAME there are ``NAME.md`` and a folder ``NAME`` with ``figure-1.png``, ``figure-1.svg``,
+    ``table-1.csv`` ... and ``rows.csv``, the raw rows. The same results give the same bytes.
+    """
+    folder = Path(folder)
+    make_folder(folder)
+    written = [_text(folder / "index.md", _index(results))]
+    for name, result in zip(shared.names(results), results, strict=True):
+        own = folder / name
+        make_folder(own)
+        written.append(_text(folder / f"{name}.md", markdown(result, name)))
+        for number, figure in enumerate(result.figures, 1):
+            written += save(draw(figure), own / f"figure-{number}")
+        for number, table in enumerate(result.tables, 1):
+            written.append(_csv(own / f"table-{number}.csv", table))
+        if result.rows:
+            written.append(export(result.rows, own / "rows.csv"))
+    return written
+
+
+def markdown(result: Result, name: str) -> str:
+    """The page of an experiment; ``name`` is that of the folder beside it."""
+    parts = [f"# {result.title}", f"*{shared.subtitle(result)}*", result.notes]
+    if result.verdicts:
+        claims = [[verdict.claim, f"**{verdict.outcome.value}**", verdict.evidence] for verdict in result.verdicts]
+        parts += ["## Claims", _markdown_table(["claim", "outcome", "evidence"], claims)]
+    for number, figure in enumerate(result.figures, 1):
+        path = f"{name}/figure-{number}"
+        parts += [f"## {figure.title}", f"![{figure.title}]({path}.png)", f"The same as [SVG]({path}.svg)."]
+    for number, table in enumerate(result.tables, 1):
+        parts += [f"## {table.title}", _markdown_table(table.headers, table.rows)]
+        parts.append(f"The same as [CSV]({name}/table-{number}.csv).")
+    parts += ["## Provenance", f"```\n{result.command}\n```"]
+    if result.rows:
+        same, _ = shared.provenance(result.rows)
+        parts.append(f"Every trial, with its settings and all it measured: [rows]({name}/rows.csv).")
+        if same:
+            parts += ["The same for all trials:", _markdown_table(["setting", "value"], same.items())]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def draw(figure: Figure) -> Canvas:
+    """A figure by matplotlib."""
+    from matplotlib.figure import Figure as Canvas
+
+    categorical = shared.categorical(figure)
+    rows = len(shared.positions([figure])) * len(figure.series) if categorical else 0
+    canvas = Canvas(figsize=(7.2, max(2.4, 0.9 + 0.32 * rows) if categorical else 4.2), layout="constrained")
+    axes = canvas.add_subplot()
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.set_axisbelow(True)
+    axes.grid(axis="x" if categorical else "y", color="#e3e3e3", linewidth=0.8)
+    _bars(axes, figure) if categorical else _lines(axes, figure)
+    axes.set_title(figure.title, loc="left", fontsize=11)
+    # Below the axes, so that it never hides a point.
+    if len(figure.series) + len(figure.levels) > 1:
+        canvas.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    return canvas
+
+
+def save(canvas: Canvas, stem: Path) -> list[Path]:
+    """Write a drawing as ``stem.png`` and ``stem.svg``, the same bytes each time."""
+    from matplotlib import rc_context
+
+    paths = []
+    with rc_context({"svg.hashsalt": stem.name}):
+        for kind, metadata in (("png", {"Software": None}), ("svg", {"Date": None})):
+            paths.append(stem.with_suffix(f".{kind}"))
+            with atomic(paths[-1]) as draft:
+                canvas.savefig(draft, format=kind, dpi=150, metadata=metadata)
+    return paths
+
+
+def _lines(axes: Axes, figure: Figure) -> None:
+    from matplotlib.ticker import NullLocator
+
+    places = shared.positions([figure])
+    for number, series in enumerate(figure.series):
+        colour, dash = shared.COLOURS[number % len(shared.COLOURS)][0], shared.DASHES[number % len(shared.DASHES)]
+        (line,) = axes.plot(series.x, series.y, color=colour, marker="o", markersize=3.5, label=series.name)
+        if dash:
+            line.set_linestyle((0, tuple(float(part) / 1.5 for part in dash.split())))
+        if series.low is not None and series.high is not None:
+            axes.fill_between(series.x, series.low, series.high, color=colour, alpha=0.15, linewidth=0)
+    for name, level in figure.levels.items():
+        axes.axhline(level, color="#444444", linewidth=1, linestyle=":", label=name)
+    if figure.log_x:
+        positive = [x for x in places if x > 0]
+        if len(positive) == len(places):
+            axes.set_xscale("log")
+        elif positive:  # a logarithm has no place for zero, but alpha = 0 belongs into the picture
+            axes.set_xscale("symlog", linthresh=min(positive))
+        if len(places) <= 9:
+            axes.set_xticks(places, [shown(float(x)) for x in places])
+            axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel(figure.x_label)
+    axes.set_ylabel(figure.y_label)
+
+
+def _bars(axes: Axes, figure: Figure) -> None:
+    places = shared.positions([figure])
+    thick = 0.8 / max(1, len(figure.series))
+    from_zero = shared.starts_at_zero(figure)
+    for number, series in enumerate(figure.series):
+        colour = shared.COLOURS[number % len(shared.COLOURS)][0]
+        rows = [places.index(str(x)) + (number - (len(figure.series) - 1) / 2) * thick for x in series.x]
+        if from_zero:
+            axes.barh(rows, series.y, height=0.9 * thick, color=colour, label=series.name)
+        else:
+            axes.plot(series.y, rows, "o", color=colour, label=series.name)
+        if series.low is not None and series.high is not None:
+            below = [y - low for y, low in zip(series.y, series.low, strict=True)]
+            above = [high - y for y, high in zip(series.y, series.high, strict=True)]
+            axes.errorbar(
+                series.y, rows, xerr=[below, above], ecolor="#222222" if from_zero else colour, **INTERVAL
+            )
+    for name, level in figure.levels.items():
+        axes.axvline(level, color="#444444", linewidth=1, linestyle=":", label=name)
+    axes.set_yticks(range(len(places)), places)
+    axes.set_ylim(len(places) - 0.5, -0.5)  # the first on top
+    axes.set_xlabel(figure.y_label)
+    axes.set_ylabel(figure.x_label)
+
+
+def _index(results: Sequence[Result]) -> str:
+    rows = [
+        [f"[{result.title}]({name}.md)", result.place, result.scale, len(result.rows), shared.tally(result.verdicts)]
+        for name, result in zip(shared.names(results), results, strict=True)
+    ]
+    return f"# Results\n\n{_markdown_table(['experiment', 'in the paper', 'scale', 'trials', 'claims'], rows)}\n"
+
+
+def _markdown_table(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    body = [[shown(value) for value in row] for row in rows]
+    right = [bool(body) and all(is_number(row[column]) for row in body) for column in range(len(headers))]
+    rule = ["---:" if to_right else "---" for to_right in right]
+    escaped = [[" ".join(cell.replace("|", "\\|").split()) for cell in row] for row in [list(headers), *body]]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [escaped[0], rule, *escaped[1:]])
+
+
+def _csv(path: Path, table: Table) -> Path:
+    with atomic(path) as draft, open(draft, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerows([table.headers, *table.rows])
+    return path
+
+
+def _text(path: Path, text: str) -> Path:
+    with atomic(path) as draft:
+        draft.write_text(text, encoding="utf-8")
+    return path

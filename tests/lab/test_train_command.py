@@ -1,0 +1,124 @@
+"""The command: every field of a configuration is an option, a result is a table, and a mistake is one line."""
+
+from dataclasses import fields
+
+import pandas
+import pytest
+
+from betternorm.cli import main
+from betternorm.lab.store import Store
+from betternorm.lab.training import Config
+
+QUICK = [
+    "--width",
+    "4",
+    "--blocks",
+    "1",
+    "1",
+    "--epochs",
+    "1",
+    "--steps-per-epoch",
+    "3",
+    "--batch-size",
+    "32",
+    "--threads",
+    "1",
+    "--quiet",
+]
+
+
+def train(folder, *words):
+    return main(["train", *QUICK, "--output", str(folder), *words])
+
+
+def test_options_become_the_configuration(tmp_path, capsys):
+    words = "--norm batch_group --norm-option num_groups=2 --norm-option examples_per_group=4 --no-augment"
+    words += " --norm-decay 0.001 --gamma-target 1 --classes 5 --milestones 0.3 0.6 --schedule step --seed 7"
+    assert train(tmp_path, *words.split()) == 0
+    (row,) = Store(tmp_path).rows()
+    expected = Config(
+        width=4,
+        blocks=(1, 1),
+        epochs=1,
+        steps_per_epoch=3,
+        batch_size=32,
+        norm="batch_group",
+        norm_options={"num_groups": 2, "examples_per_group": 4},
+        augment=False,
+        norm_decay=0.001,
+        gamma_target=1,
+        classes=5,
+        milestones=(0.3, 0.6),
+        schedule="step",
+        seed=7,
+    )
+    assert row.key == expected.key
+    assert row["parameters"] > 0
+    shown = capsys.readouterr().out
+    assert f"{100 * row['test_top1']:.2f}" in shown
+    assert f"{row['validation_cross_entropy_tuned']:.4f}" in shown
+    assert row.key in shown
+
+
+def test_every_field_has_its_option_and_help(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["train", "--help"])
+    assert stop.value.code == 0
+    shown = capsys.readouterr().out
+    for item in fields(Config):
+        flag = "--norm-option" if item.name == "norm_options" else f"--{item.name.replace('_', '-')}"
+        assert flag in shown, flag
+
+
+def test_several_seeds_are_one_table_with_their_spread(tmp_path, capsys):
+    file = tmp_path / "rows.csv"
+    assert train(tmp_path, "--seed", "0", "1", "--norm-decay", "all", "--export", str(file)) == 0
+    rows = Store(tmp_path).rows()
+    assert [row["seed"] for row in rows] == [0, 1]
+    mean = 50 * sum(row["test_top1"] for row in rows)
+    assert f"{mean:.2f} ± " in capsys.readouterr().out
+    assert pandas.read_csv(file)["seed"].tolist() == [0, 1]
+
+
+def test_given_again_it_shows_the_result_and_trains_nothing(tmp_path, capsys):
+    assert train(tmp_path) == 0
+    first = capsys.readouterr().out
+    assert train(tmp_path) == 0
+    assert capsys.readouterr().out == first
+    assert Store(tmp_path).rows()[0].attempts == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--norm gohst", "norm is 'gohst'; it has to be one of batch"),
+        ("--norm-option ghost_size", "--norm-option is 'ghost_size'; write it as NAME=VALUE"),
+        ("--dataset svhn --data-root nowhere", "dataset svhn (SVHN) is not in"),
+        ("--batch-size 5000", "batch_size is 5000; the training split has 1079"),
+        ("--learning-rate 1e30", "the loss is nan at step"),
+        ("--epochs 0", "epochs is 0; it has to be 1 or more"),
+        ("--export rows.xlsx", "it has to end in .csv or .parquet"),
+        ("--output /proc/nowhere", "output folder /proc/nowhere cannot be written"),
+    ],
+)
+def test_a_mistake_is_one_line(tmp_path, capsys, words, said):
+    assert train(tmp_path, *words.split()) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("betternorm train: ")
+    assert said in shown
+    assert shown.count("\n") == 1
+
+
+def test_one_seed_that_fails_does_not_hide_the_others(tmp_path, capsys, monkeypatch):
+    run = Config.run
+
+    def fails_for_one(self, *arguments):
+        if self.seed == 1:
+            raise MemoryError("too large")
+        return run(self, *arguments)
+
+    monkeypatch.setattr(Config, "run", fails_for_one)
+    assert train(tmp_path, "--seed", "0", "1") == 1
+    shown = capsys.readouterr().out
+    assert "seed 1 failed: MemoryError: too large" in shown
+    assert f"{100 * Store(tmp_path).rows()[0]['test_top1']:.2f}" in shown
