@@ -448,6 +448,11 @@ def test_the_callers_gradient_mode_does_not_matter() -> None:
     assert report["2"].acts
 
 
+def test_the_batch_size_is_that_of_the_example_be_it_of_whole_numbers() -> None:
+    net = nn.Sequential(nn.Embedding(10, 8), nn.LayerNorm(8))
+    assert norm_report(net, torch.arange(6).reshape(3, 2)).batch_size == 3
+
+
 def test_inputs_may_be_a_tuple_or_keywords() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
@@ -484,6 +489,7 @@ def test_classes_of_your_own_count_when_named() -> None:
         (lambda: norm_report(plain_chain(), torch.randn(4, 7)), r"example_input \(of shape \(4, 7\)\)"),
         (lambda: norm_report(plain_chain(), torch.randn(1, WIDTH)), "more than 1 value per channel"),
         (lambda: norm_report(plain_chain(), "text"), r"example_input \(a str\)"),
+        (lambda: norm_report(plain_chain(), {"y": torch.randn(4, WIDTH)}), "unexpected keyword argument 'y'"),
         (
             lambda: norm_report(Net(lambda net, x: [net.n(x)[0, 0] > 0], n=norm()), torch.randn(4, WIDTH)),
             "returned no floating-point tensor but list",

@@ -266,7 +266,7 @@ def guess_input(model: nn.Module, batch_size: int = 4) -> Tensor:
             example = torch.randn(batch_size, *shape, generator=generator).to(first.device, first.dtype)
             try:
                 visit.run(example)
-            except (RuntimeError, ValueError, TypeError, AssertionError, IndexError):
+            except Exception:
                 continue
             return example
     raise ValueError(
@@ -508,7 +508,7 @@ def _trace(visit: _Undisturbed, layers: Mapping[str, nn.Module], example_input: 
     hooks = [layer.register_forward_hook(mark(name), with_kwargs=True) for name, layer in layers.items()]
     try:
         returned = visit.run(example_input, grad=True)
-    except (RuntimeError, ValueError, TypeError, AssertionError, IndexError) as error:
+    except Exception as error:
         raise ValueError(
             f"the model does not accept example_input ({_shapes_of(example_input)}) in training mode: "
             f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
@@ -525,7 +525,7 @@ def _trace(visit: _Undisturbed, layers: Mapping[str, nn.Module], example_input: 
     if not all(bool(output.isfinite().all()) for output in outputs):
         raise ValueError("the output has infinities or NaN in it, so no effect can be measured")
     roots = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    inputs = _tensors(example_input)
+    inputs = _all_tensors(example_input)
     return _Trace(
         outputs=outputs,
         batch_size=inputs[0].shape[0] if inputs and inputs[0].dim() else 1,
