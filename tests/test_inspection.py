@@ -308,6 +308,15 @@ def test_layers_of_this_library_normalise_too(to: str, quick: bool) -> None:
     assert {row.groups for row in report} == {groups}
 
 
+def test_a_converted_frozen_norm_undoes_nothing() -> None:
+    torchvision = pytest.importorskip("betternorm.integrations.torchvision")
+    torchvision.ready()
+    ops = pytest.importorskip("torchvision.ops")
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), ops.FrozenBatchNorm2d(4))
+    report = norm_report(convert(net, "weighed"), torch.randn(4, 3, 8, 8))
+    assert [row.path for row in report] == [True, True]
+
+
 @pytest.mark.parametrize(
     ("name", "paths", "effects"),
     [

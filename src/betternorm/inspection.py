@@ -538,8 +538,8 @@ def _trace(visit: _Undisturbed, layers: Mapping[str, nn.Module], example_input: 
 
 
 def _normalises(layer: nn.Module) -> bool:
-    """A batch norm that its owner keeps in evaluation mode is a fixed scale and shift."""
-    return layer.training or not (isinstance(layer, _NormBase) and layer.track_running_stats)
+    """A batch norm that its owner keeps in evaluation mode, with moving averages, is a fixed scale and shift."""
+    return layer.training or not (isinstance(layer, _NormBase) and layer.running_mean is not None)
 
 
 def _reached(roots: Iterable[Node], marks: Mapping[Node, tuple[str, bool]]) -> set[str]:
