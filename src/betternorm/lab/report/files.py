@@ -136,9 +136,7 @@ def _bars(axes: Axes, figure: Figure) -> None:
         if series.low is not None and series.high is not None:
             below = [y - low for y, low in zip(series.y, series.low, strict=True)]
             above = [high - y for y, high in zip(series.y, series.high, strict=True)]
-            axes.errorbar(
-                series.y, rows, xerr=[below, above], ecolor="#222222" if from_zero else colour, **INTERVAL
-            )
+            axes.errorbar(series.y, rows, xerr=[below, above], ecolor="#222222" if from_zero else colour, **INTERVAL)
     for name, level in figure.levels.items():
         axes.axvline(level, color="#444444", linewidth=1, linestyle=":", label=name)
     axes.set_yticks(range(len(places)), places)
