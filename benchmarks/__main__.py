@@ -1,7 +1,4 @@
-"""Print tables of ratios, and write every row as JSON.
-
-python -m benchmarks [--only eager|compiled|memory|network] [--rounds 20] [--threads N] [--clock wall|processor] [--json PATH]
-"""
+"""Print tables of ratios, and write every row as JSON: python -m benchmarks --help."""
 
 from __future__ import annotations
 
@@ -22,7 +19,9 @@ from betternorm.tables import table
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description="Print tables of ratios, and write every row as JSON."
+    )
     parser.add_argument("--only", choices=SECTIONS, nargs="+", default=list(SECTIONS), help="default: all")
     parser.add_argument("--rounds", type=int, default=25, help="turns that every variant takes, 20 or more (25)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: as torch has it")
@@ -47,15 +46,14 @@ def main() -> None:
         "rounds": arguments.rounds,
         "clock": arguments.clock,
         "kernel": "compiled" if kernel.available() else kernel.status(),
-        "load": [round(os.getloadavg()[0], 1)],  # of the machine, before and after
+        "load": round(os.getloadavg()[0], 1),  # of the machine, by whatever else it does
     }
     found: list[Row] = []
     for name in arguments.only:
         for row in SECTIONS[name](arguments.rounds, arguments.clock):
             found.append(row)
             print(f"{row['section']}: {row['layout']} {row['case']} {row['variant']}", file=sys.stderr)
-    machine["load"].append(round(os.getloadavg()[0], 1))
-    arguments.json.write_text(json.dumps({"machine": machine, "rows": found}, indent=1) + "\n")
+            arguments.json.write_text(json.dumps({"machine": machine, "rows": found}, indent=1) + "\n")
     print(*(f"{key}: {value}" for key, value in machine.items()), sep="\n")
     print_tables(found)
 
