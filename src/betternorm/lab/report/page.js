@@ -95,11 +95,6 @@
       svg.append(text("", x(tick), frame.bottom + 18, format(tick), "middle"));
     }
     svg.append(line("base", frame.left, frame.bottom, frame.right, frame.bottom));
-    for (const level of figure.levels) {
-      if (level.y === null) continue;
-      svg.append(line("level", frame.left, y(level.y), frame.right, y(level.y)));
-      svg.append(text("", frame.right, y(level.y) - 5, `${level.name}: ${format(level.y)}`, "end"));
-    }
     const few = figure.positions.length <= 40;
     for (const series of figure.series) {
       const group = make("g", { class: series.colour });
@@ -118,6 +113,11 @@
         }
       }
       svg.append(group);
+    }
+    for (const level of figure.levels) {
+      if (level.y === null) continue;
+      svg.append(line("level", frame.left, y(level.y), frame.right, y(level.y)));
+      svg.append(text("", frame.right, y(level.y) - 5, `${level.name}: ${format(level.y)}`, "end"));
     }
     if (pinned !== null) svg.append(line("pinned", x(pinned), frame.top, x(pinned), frame.bottom));
     const marks = make("g");

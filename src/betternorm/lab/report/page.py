@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib import resources
@@ -98,7 +99,7 @@ def _mark(outcome: Outcome) -> str:
 def _section(name: str, result: Result, data: dict[str, Any]) -> str:
     """An experiment; what its charts need is added to ``data``."""
     parts = [f'<p class="place">{escape(shared.subtitle(result))}</p>']
-    parts += [f"<p>{escape(paragraph)}</p>" for paragraph in result.notes.split("\n\n") if paragraph.strip()]
+    parts += [f"<p>{_prose(paragraph)}</p>" for paragraph in result.notes.split("\n\n") if paragraph.strip()]
     if result.verdicts:
         parts.append(f"<h3>Claims</h3><ul class='claims'>{''.join(map(_verdict, result.verdicts))}</ul>")
     if result.figures:
@@ -116,26 +117,34 @@ def _section(name: str, result: Result, data: dict[str, Any]) -> str:
 def _verdict(verdict: Verdict) -> str:
     style, sign = BADGES[verdict.outcome]
     badge = f'<span class="badge {style}"><span aria-hidden="true">{sign}</span> {verdict.outcome.value}</span>'
-    claim, evidence = escape(verdict.claim), escape(verdict.evidence)
+    claim, evidence = _prose(verdict.claim), _prose(verdict.evidence)
     return f'<li>{badge}<p class="claim">{claim}</p><p class="evidence">{evidence}</p></li>'
 
 
 def _panels(figures: Sequence[Figure]) -> list[list[Figure]]:
-    """Figures with a slider along the same x share one slider, so that all metrics are read off at once."""
-    panels: dict[Any, list[Figure]] = {}
-    for number, figure in enumerate(figures):
-        together = figure.slider and not shared.categorical(figure)
-        panels.setdefault(figure.x_label if together else number, []).append(figure)
-    return list(panels.values())
+    """Neighbours that show different metrics along one slider share it, so that all are read off at once."""
+    panels: list[list[Figure]] = []
+    for figure in figures:
+        last = panels[-1] if panels else []
+        together = last and _slides(figure) and _slides(last[0]) and figure.x_label == last[0].x_label
+        if together and figure.y_label not in [other.y_label for other in last]:
+            last.append(figure)
+        else:
+            panels.append([figure])
+    return panels
+
+
+def _slides(figure: Figure) -> bool:
+    return figure.slider and not shared.categorical(figure)
 
 
 def _panel(name: str, number: int, figures: Sequence[Figure], data: dict[str, Any]) -> str:
     panel = f"{name}-panel-{number}"
     charts = [f"{panel}-chart-{place}" for place in range(1, len(figures) + 1)]
     data["charts"] |= {chart: _chart_data(figure) for chart, figure in zip(charts, figures, strict=True)}
-    drawn = "\n".join(map(_figure, charts, figures))
-    first = figures[0]
-    if not first.slider or shared.categorical(first):
+    keyed = any(len(figure.series) > 1 for figure in figures)  # all or none, so that charts stand in line
+    drawn = "\n".join(_figure(chart, figure, keyed) for chart, figure in zip(charts, figures, strict=True))
+    if not _slides(figures[0]):
         return drawn
     data["panels"][panel] = {"positions": shared.positions(figures), "charts": charts}
     return f'<div class="panel" id="{panel}">\n{_slider(panel, figures)}\n<div class="charts">{drawn}</div>\n</div>'
@@ -157,7 +166,7 @@ def _slider(panel: str, figures: Sequence[Figure]) -> str:
 </div>"""
 
 
-def _figure(chart: str, figure: Figure) -> str:
+def _figure(chart: str, figure: Figure, keyed: bool) -> str:
     label = f"Chart: {figure.title}. {figure.y_label} by {figure.x_label}. Arrow keys read off the points."
     legend = [
         f'<li><svg class="swatch s{number % len(shared.COLOURS)}" viewBox="0 0 24 8" aria-hidden="true">'
@@ -165,7 +174,7 @@ def _figure(chart: str, figure: Figure) -> str:
         f"{escape(series.name)}</li>"
         for number, series in enumerate(figure.series)
     ]
-    key = f'<ul class="legend">{"".join(legend)}</ul>' if len(legend) > 1 else ""
+    key = f'<ul class="legend">{"".join(legend)}</ul>' if keyed else ""
     across, along = figure.y_label, figure.x_label
     if shared.categorical(figure):  # lies on its side
         across, along = along, across
@@ -237,6 +246,12 @@ def _provenance(result: Result) -> str:
         parts += [f"<p>The same for all trials:</p><dl>{items}</dl>"] if same else []
         parts.append(_table(trials))
     return f'<details class="provenance"><summary>Where the numbers come from</summary>{"".join(parts)}</details>'
+
+
+def _prose(text: str) -> str:
+    """Text with the two marks that notes use, as in Markdown: `code` and *stress*."""
+    marked = re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
+    return re.sub(r"(?<!\w)\*([^*\s][^*]*)\*(?!\w)", r"<em>\1</em>", marked)
 
 
 def _count(number: int, what: str) -> str:
