@@ -20,7 +20,8 @@ def test_summary_of_the_sleep_data():
     assert found.std == pytest.approx(2.002249, abs=1e-6)
     half = 2.262157 * 2.002249 / math.sqrt(10)  # the t table at nine degrees of freedom
     assert found.t_interval == pytest.approx((2.33 - half, 2.33 + half), abs=1e-5)
-    assert str(found) == "2.33 ± 2.00 (n = 10)"
+    assert str(found) == f"{found}" == "2.33 ± 2.00 (n = 10)"
+    assert f"{found:.4f}" == "2.3300 ± 2.0022 (n = 10)"
 
 
 def test_tests_of_the_sleep_data_give_the_published_p_values():
@@ -30,6 +31,8 @@ def test_tests_of_the_sleep_data_give_the_published_p_values():
     assert found.p == pytest.approx(0.002833, abs=1e-6)
     assert found.difference == pytest.approx(-1.58)
     assert found.interval == pytest.approx((-2.4598858, -0.7001142), abs=1e-6)
+    assert str(found) == f"{found}" == "-1.58 [-2.46, -0.70], P = 0.00283"
+    assert f"{found:.1f}" == "-1.6 [-2.5, -0.7]"
 
 
 def test_bootstrap_covers_the_mean_about_as_often_as_it_says():

@@ -26,7 +26,14 @@ class Summary:
     bootstrap_interval: tuple[float, float]
 
     def __str__(self) -> str:
-        return f"{self.mean:.2f} ± {self.std:.2f} (n = {self.n})" if self.n > 1 else f"{self.mean:.2f} (n = 1)"
+        return f"{self:.2f}"
+
+    def __format__(self, spec: str) -> str:
+        """``f"{found:.4f}"`` writes the numbers with four places."""
+        if not spec:
+            return str(self)
+        spread = f" ± {self.std:{spec}}" if self.n > 1 else ""
+        return f"{self.mean:{spec}}{spread} (n = {self.n})"
 
 
 @dataclass(frozen=True)
@@ -40,7 +47,13 @@ class Comparison:
     p: float
 
     def __str__(self) -> str:
-        return f"{self.difference:+.2f} [{self.interval[0]:.2f}, {self.interval[1]:.2f}], P = {self.p:.3g}"
+        return f"{self:.2f}, P = {self.p:.3g}"
+
+    def __format__(self, spec: str) -> str:
+        """``f"{found:.4f}"`` writes the difference and its interval with four places."""
+        if not spec:
+            return str(self)
+        return f"{self.difference:+{spec}} [{self.interval[0]:{spec}}, {self.interval[1]:{spec}}]"
 
 
 def summary(values: Sequence[float], confidence: float = CONFIDENCE) -> Summary:
