@@ -9,22 +9,8 @@ from betternorm.cli import main
 from betternorm.lab.store import Store
 from betternorm.lab.training import Config
 
-QUICK = [
-    "--width",
-    "4",
-    "--blocks",
-    "1",
-    "1",
-    "--epochs",
-    "1",
-    "--steps-per-epoch",
-    "3",
-    "--batch-size",
-    "32",
-    "--threads",
-    "1",
-    "--quiet",
-]
+QUICK = ["--width", "4", "--blocks", "1", "1", "--epochs", "1", "--steps-per-epoch", "3", "--batch-size", "32"]
+QUICK += ["--threads", "1", "--quiet"]
 
 
 def train(folder, *words):

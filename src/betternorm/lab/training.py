@@ -134,7 +134,7 @@ def run(
     finished = _read(folder / "model.pt", config)
     if finished is not None:
         return finished["result"]
-    with _deterministic(runtime.deterministic):
+    with deterministic(runtime.deterministic):
         session = Session(config, folder, runtime)
         session.train(progress)
         result = session.judge()
@@ -505,7 +505,8 @@ def _weights_of(config: Config, folder: Path) -> Path | None:
 
 
 @contextlib.contextmanager
-def _deterministic(wanted: bool) -> Iterator[None]:
+def deterministic(wanted: bool) -> Iterator[None]:
+    """Only algorithms that give the same bits each time, inside; as before, outside."""
     before, filling = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(wanted)
