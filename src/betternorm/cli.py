@@ -31,6 +31,7 @@ class Command:
 
 
 COMMANDS: dict[str, Command] = {
+    "demo": Command("betternorm.commands.demo", "the improvements at work, on data that comes along", "lab"),
     "inspect": Command("betternorm.commands.inspect", "the norm layers of a model, and what would help each"),
     "train": Command("betternorm.commands.train", "train a network with any norm, and tune alpha", "lab"),
     "completion": Command("betternorm.commands.completion", "completion of commands and options in your shell"),

@@ -1,0 +1,55 @@
+"""``betternorm demo``: the paper's improvements at work, on data that comes along, in a minute or two."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import webbrowser
+from dataclasses import asdict
+from pathlib import Path
+
+from betternorm.cli import FINDING, OK
+from betternorm.lab import demo
+from betternorm.lab.report import page
+from betternorm.lab.results import Result
+from betternorm.tables import table
+from betternorm.terminal import show
+
+EXAMPLES = """examples:
+  betternorm demo                     five seeds; a table here, a page in betternorm-demo/
+  betternorm demo --seeds 10 --open   more seeds, narrower intervals; the page in the browser
+
+Stopped, it goes on when it is started again; finished, it only shows what it measured. It exits with 1 where the
+network with the improvements is not better for at least four seeds of five."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EXAMPLES
+    parser.add_argument("--output", default="betternorm-demo", help="folder of the rows and the page (betternorm-demo)")
+    parser.add_argument("--seeds", type=int, default=demo.SEEDS, help=f"networks of each kind ({demo.SEEDS})")
+    parser.add_argument("--processes", type=int, help="trainings at a time (one for each core)")
+    parser.add_argument("--open", action="store_true", help="open the page in the browser")
+    parser.add_argument("--json", action="store_true", help="print tables and verdicts as JSON")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    result = demo.run(arguments.output, arguments.seeds, arguments.processes, False if arguments.quiet else None)
+    written = page.write([result], Path(arguments.output) / "report.html", "betternorm: the demo").resolve()
+    if arguments.json:
+        found = {"page": str(written), "tables": result.tables, "verdicts": result.verdicts}
+        print(json.dumps(found, default=asdict, indent=2, ensure_ascii=False))
+    else:
+        show(text(result))
+        print(f"\nThe same as charts: {written}")
+    if arguments.open:
+        webbrowser.open(written.as_uri())
+    return OK if demo.held(result) else FINDING
+
+
+def text(result: Result) -> str:
+    """The notes, tables and verdicts of a result as plain text."""
+    parts = [result.notes]
+    parts += [f"{item.title}\n\n{table(item.headers, item.rows)}" for item in result.tables]
+    parts.append("\n".join(f"{verdict.outcome.value}: {verdict.claim}" for verdict in result.verdicts))
+    return "\n\n".join(parts)
