@@ -296,6 +296,7 @@ class AlphaSearch:
         if plain["per_layer"] is not None:
             layered = dict(plain["per_layer"])
             layered["gains"] = {metric: Gain(**gain) for metric, gain in layered["gains"].items()}
+            layered["against_single"] = Gain(**layered["against_single"])
             plain["per_layer"] = PerLayer(**layered)
         return cls(**plain)
 
@@ -537,7 +538,7 @@ def _per_layer(runs: Runs, split: Folds, single: AlphaSearch, epochs: int, seed:
         },
         against_single=against,
         kept=_leaves_out_zero(against, runs.metrics[aim]),
-        passes=runs.passes - single.passes,
+        passes=epochs + 1,
     )
 
 

@@ -33,6 +33,7 @@ class Command:
 COMMANDS: dict[str, Command] = {
     "demo": Command("betternorm.commands.demo", "the improvements at work, on data that comes along", "lab"),
     "inspect": Command("betternorm.commands.inspect", "the norm layers of a model, and what would help each"),
+    "tune": Command("betternorm.commands.tune", "a trained network and labelled images in, a better network out"),
     "train": Command("betternorm.commands.train", "train a network with any norm, and tune alpha", "lab"),
     "completion": Command("betternorm.commands.completion", "completion of commands and options in your shell"),
 }

@@ -26,7 +26,7 @@ Setting = float | tuple[float, ...]  # one alpha for all layers, or one for each
 # The search moves in u, with alpha = sin²(pi u / 2): dense near 0, where the best of a BatchNorm network lies, and near
 # 1, where that of a GroupNorm network does.
 COARSEST, FINEST = 1 / 4, 1 / 32
-WORTH_A_PASS = 0.1  # in finest steps: how far the lowest point must be from the best one tried
+WORTH_A_PASS = 0.05  # how far the lowest point must be from the best one tried, as a part of the bracket
 SAVE_EVERY = 20.0  # seconds between writes of what has been evaluated
 PER_LAYER_RATE = 0.02  # of Adam, in u
 
@@ -49,16 +49,18 @@ def search(runs: Runs, objective: str, grid: list[float] | None) -> None:
         runs.evaluate(list(position))
     u = position[runs.best(objective, among=position)]
     if step <= u <= 1 - step:
-        around = [runs.average(objective, runs.values[objective][alpha_at(v)]) for v in (u - step, u, u + step)]
-        off = _vertex(*around)
-        if abs(off) > WORTH_A_PASS:
-            runs.evaluate([alpha_at(u + step * off)])
+        around = [alpha_at(v) for v in (u - step, u, u + step)]
+        lowest = _vertex(around, [runs.average(objective, runs.values[objective][alpha]) for alpha in around])
+        if abs(lowest - around[1]) > WORTH_A_PASS * (around[2] - around[0]):
+            runs.evaluate([float(f"{lowest:.6g}")])
 
 
-def _vertex(left: float, middle: float, right: float) -> float:
-    """Where the parabola through (-1, left), (0, middle) and (1, right) is flat, middle being the best of the three."""
-    bend = left - 2 * middle + right
-    return (left - right) / (2 * bend) if bend else 0.0
+def _vertex(x: Sequence[float], y: Sequence[float]) -> float:
+    """Where the parabola through three points is flat; between the outer two, the middle one being the best."""
+    before, after = (y[1] - y[0]) / (x[1] - x[0]), (y[2] - y[1]) / (x[2] - x[1])
+    if before == after or not math.isfinite(before - after):
+        return x[1]
+    return (x[0] + x[1]) / 2 - before * (x[2] - x[0]) / (after - before) / 2
 
 
 def alpha_grid(grid: int | Sequence[float] | None) -> list[float] | None:
@@ -366,35 +368,42 @@ def _alphas(u: Tensor) -> Tensor:
 def _descend(runs: Runs, split: Folds, rows: Tensor, loss: Callable[[Any, Any], Tensor], epochs: int) -> None:
     """Adam on all rows at once, row k on examples outside fold k; the last row is outside no fold."""
     optimizer = torch.optim.Adam([rows], lr=PER_LAYER_RATE)
+    begun: dict[str, Any] = {"from": rows.detach().clone(), "epochs": epochs}
     done = 0
-    if runs.fit:
+    if runs.fit and runs.fit["epochs"] == epochs and torch.equal(runs.fit["from"], begun["from"]):
         done = runs.fit["steps"]
         rows.data.copy_(runs.fit["rows"])
         optimizer.load_state_dict(runs.fit["optimizer"])
-    steps = 0
     length = runs.length()
     label = f"fitting one alpha a layer, {len(rows)} times"
-    with evaluating(runs.model), Bar(label, length and length * epochs, runs.progress) as bar:
-        for epoch in range(epochs):
-            for batch in runs.batches():
-                steps += 1
-                bar.advance()
-                if steps <= done:
-                    continue
-                fold = split.of_rows(example_keys(batch))
-                rows.grad = torch.zeros_like(rows)
-                for row in range(len(rows)):
-                    part = select(batch, fold != row)
-                    if part is not None:
-                        with _replaced(runs.layers, _alphas(rows[row])):
-                            value = loss(*runs.forward(runs.model, part))
-                        rows.grad += torch.autograd.grad(value, rows)[0]
+    steps = 0
+    try:
+        with evaluating(runs.model), Bar(label, length and length * epochs, runs.progress) as bar:
+            for epoch in range(epochs):
                 optimizer.param_groups[0]["lr"] = PER_LAYER_RATE / 2**epoch
-                optimizer.step()
-                runs.fit = {"steps": steps, "rows": rows.detach().clone(), "optimizer": optimizer.state_dict()}
-                runs.save_now_and_then()
-            runs.passes += 1
-    runs.save()
+                for batch in runs.batches():
+                    steps += 1
+                    if steps > done:
+                        rows.grad = _gradient(runs, split, rows, loss, batch)
+                        optimizer.step()
+                        now = {"steps": steps, "rows": rows.detach().clone(), "optimizer": optimizer.state_dict()}
+                        runs.fit = begun | now
+                        runs.save_now_and_then()
+                    bar.advance()
+    finally:
+        runs.save()
+
+
+def _gradient(runs: Runs, split: Folds, rows: Tensor, loss: Callable[[Any, Any], Tensor], batch: Any) -> Tensor:
+    fold = split.of_rows(example_keys(batch))
+    gradient = torch.zeros_like(rows)
+    for row in range(len(rows)):
+        part = select(batch, fold != row)
+        if part is not None:
+            with _replaced(runs.layers, _alphas(rows[row])):
+                value = loss(*runs.forward(runs.model, part))
+            gradient += torch.autograd.grad(value, rows)[0]
+    return gradient
 
 
 def _evaluate_rows(runs: Runs, split: Folds, fitted: Tensor) -> dict[str, Tensor]:
@@ -419,7 +428,6 @@ def _evaluate_rows(runs: Runs, split: Folds, fitted: Tensor) -> dict[str, Tensor
                     for name, metric in runs.metrics.items():
                         values[name].append(metric.measure(output, target)[0])
             bar.advance()
-    runs.passes += 1
     by_example = torch.cat(keys).argsort(stable=True)
     by_batch = torch.stack([part.sum() for part in keys]).argsort(stable=True)
     return {name: torch.cat(parts)[by_batch if per_batch[name] else by_example] for name, parts in values.items()}

@@ -1,0 +1,326 @@
+"""``betternorm tune``: a trained network and labelled images in, a better network and evidence out (section 3.1)."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from betternorm.alpha import AlphaSearch, tune_alpha
+from betternorm.batches import evaluating, output_and_target
+from betternorm.cli import FINDING, OK, UserError
+from betternorm.integrations.checkpoints import load_checkpoint
+from betternorm.integrations.images import Batches, preprocessing, read_images
+from betternorm.integrations.models import load_model
+from betternorm.metrics import METRICS, SHARES
+from betternorm.progress import clock
+from betternorm.surgery import convert
+from betternorm.terminal import show
+from betternorm.tuning import to_u
+
+EXAMPLES = """\
+examples:
+  betternorm tune timm:resnet50 --checkpoint resnet50.safetensors --data imagenet/val --limit 5000
+  betternorm tune nets/mine.py:build --checkpoint best.pth --data val.npz --mean 0.5,0.5,0.5 --std 0.25,0.25,0.25
+  betternorm tune torchvision:resnet18 --num-classes 10 --checkpoint mine.pt --data cifar10 --objective top1
+
+Beside the tuned checkpoint (--out) are written a table (.json) and curves (.png, .html). Load the checkpoint with
+  model = betternorm.convert(model, "weighed"); model.load_state_dict(torch.load("tuned.pt"))
+"""
+ENOUGH_FOR_TIMING = 2  # batches: the first also compiles and warms up
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EXAMPLES
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="timm:NAME, torchvision:NAME or path/to/file.py:function")
+    add("--checkpoint", type=Path, required=True, metavar="FILE", help=".pt, .pth or .safetensors")
+    add("--data", required=True, help="a folder with a folder a class, an .npz with images and labels, or a dataset")
+    add("--data-root", type=Path, metavar="FOLDER", help="where a dataset known by its name lies (default: data)")
+    add("--split", choices=["val", "test"], default="val", help="of a dataset known by its name (default: val)")
+    add("--out", type=Path, metavar="FILE", help="the tuned checkpoint (default: CHECKPOINT-tuned, beside it)")
+    add("--objective", default="cross_entropy", choices=list(METRICS), help="(default: cross_entropy)")
+    add("--per-layer", action="store_true", help="also fit one alpha a layer, and keep it where it is better")
+    add("--grid", type=int, metavar="N", help="try N alphas instead of searching")
+    add("--limit", type=int, metavar="N", help="use N images, evenly spread")
+    add("--folds", type=int, default=5, metavar="K", help="for the evidence (default: 5)")
+    add("--insist", action="store_true", help="set the best alpha even where the gain could be chance")
+    add("--num-classes", type=int, metavar="N", help="of the model, where it is not the default")
+    add("--ema", action="store_true", help="take the averaged weights of the checkpoint")
+    add("--mean", metavar="R,G,B", help="of the pixels, between 0 and 1 (default: what the model declares)")
+    add("--std", metavar="R,G,B", help="(default: what the model declares)")
+    add("--size", type=int, metavar="SIDE", help="of the images (default: what the model declares, or as they are)")
+    add("--device", help="(default: cuda where there is one)")
+    add("--batch-size", type=int, default=64, metavar="N", help="(default: 64)")
+    add("--workers", type=int, default=0, metavar="N", help="processes that read images (default: 0)")
+    add("--dry-run", action="store_true", help="check everything on a batch, say what it would take, and write nothing")
+    add("--force", action="store_true", help="write over an earlier result")
+    add("--json", action="store_true", help="print JSON")
+    add("--quiet", action="store_true", help="no progress bar")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    for name in ("batch_size", "limit", "num_classes"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} is {value}; it must be 1 or more")
+    if arguments.workers < 0:
+        raise UserError(f"--workers is {arguments.workers}; it must be 0 or more")
+    out = _out(arguments)
+    device = _device(arguments.device)
+    keywords = {} if arguments.num_classes is None else {"num_classes": arguments.num_classes}
+    model = load_checkpoint(load_model(arguments.model, **keywords), arguments.checkpoint, arguments.ema)
+    model = model.to(device).eval()
+    loader, examples, described = _data(arguments, model, device)
+    per_batch = _checked_on_a_batch(model, loader, device)
+    if arguments.dry_run:
+        _plan(arguments, out, examples, described, per_batch * -(-examples // arguments.batch_size))
+        return OK
+    found = _tuned(arguments, model, loader, out.with_suffix(".unfinished"))
+    written = _write(found, model, arguments.model, out)
+    if arguments.json:
+        print(json.dumps(found.to_dict(), indent=2))
+    else:
+        show(f"{found}\n\nwritten: {', '.join(map(str, written))}")
+    return OK if found.alpha != found.baseline else FINDING
+
+
+def _out(arguments: argparse.Namespace) -> Path:
+    checkpoint: Path = arguments.checkpoint
+    out: Path = arguments.out or checkpoint.with_name(f"{checkpoint.stem}-tuned{checkpoint.suffix}")
+    if out.suffix not in (".pt", ".pth", ".safetensors"):
+        raise UserError(f"--out is {out}; its name has to end in .pt, .pth or .safetensors")
+    if not out.parent.is_dir():
+        raise UserError(f"--out is {out}, and there is no folder {out.parent}")
+    there = [str(path) for path in (out, *_beside(out)) if path.exists()]
+    if there and not (arguments.force or arguments.dry_run):
+        raise UserError(f"{there[0]} exists; give --force to write over it, or another --out")
+    return out
+
+
+def _beside(out: Path) -> list[Path]:
+    return [out.with_suffix(suffix) for suffix in (".json", ".png", ".html")]
+
+
+def _device(name: str | None) -> torch.device:
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"--device is {name!r}, which cannot be used here: {str(error).splitlines()[0]}") from error
+    return device
+
+
+def _data(
+    arguments: argparse.Namespace, model: nn.Module, device: torch.device
+) -> tuple[Iterable[tuple[Tensor, Tensor]], int, str]:
+    """Batches, how many examples they hold, and how they are prepared."""
+    path = Path(arguments.data)
+    mean, std = (_floats(name, getattr(arguments, name)) for name in ("mean", "std"))
+    if path.is_dir() or path.suffix == ".npz":
+        how = preprocessing(arguments.model, model, mean, std, arguments.size)
+        images = read_images(path, how)
+        classes = _classes(model)
+        if classes is not None:
+            images.check_labels(classes)
+        if arguments.limit is not None:
+            images = images.limited(arguments.limit)
+        batches = Batches(images, arguments.batch_size, arguments.workers, device.type == "cuda")
+        return batches, len(images), str(how) if images.how is not None else "floats as they are"
+    try:
+        from betternorm.lab import data as lab
+    except ImportError as error:
+        raise UserError(f"--data {arguments.data!r} needs the lab: pip install 'betternorm[lab]' ({error})") from error
+    return _named(lab, arguments, mean, std, device)
+
+
+def _named(
+    lab: Any, arguments: argparse.Namespace, mean: list[float] | None, std: list[float] | None, device: torch.device
+) -> tuple[Iterable[tuple[Tensor, Tensor]], int, str]:
+    """A dataset of the lab, prepared as the lab does it."""
+    data = lab.load(arguments.data, arguments.data_root, image_size=arguments.size)
+    given = {name: tuple(numbers) for name, numbers in (("mean", mean), ("std", std)) if numbers is not None}
+    data = dataclasses.replace(data, facts=dataclasses.replace(data.facts, **given))
+    split = data.test if arguments.split == "test" else data.validation
+    if split is None:
+        raise UserError(f"--split is {arguments.split}; {arguments.data} has no labels for it")
+    if arguments.limit is not None and arguments.limit < len(split):
+        split = split.take(torch.linspace(0, len(split) - 1, arguments.limit).round().long())
+    loader = lab.Loader(data, split, arguments.batch_size, device=device, workers=arguments.workers)
+    return loader, len(split), f"the {arguments.split} split, mean and std {'given' if given else 'of the dataset'}"
+
+
+def _classes(model: nn.Module) -> int | None:
+    """The size of the last linear layer, where there is one."""
+    heads = [module.out_features for module in model.modules() if isinstance(module, nn.Linear)]
+    return heads[-1] if heads else None
+
+
+def _floats(name: str, text: str | None) -> list[float] | None:
+    if text is None:
+        return None
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise UserError(f"--{name} is {text!r}; it has to be numbers like 0.485,0.456,0.406") from None
+
+
+def _checked_on_a_batch(model: nn.Module, loader: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> float:
+    """Run a batch or two through the network; returns seconds a batch."""
+    seconds = 0.0
+    with evaluating(model), torch.inference_mode():
+        for number, (x, y) in enumerate(loader, 1):
+            started = time.monotonic()
+            try:
+                output, target = output_and_target(model, (x.to(device), y.to(device)))
+                METRICS["cross_entropy"].measure(output, target)
+            except (RuntimeError, ValueError, TypeError) as error:
+                shape = tuple(x.shape)
+                raise UserError(f"the network fails on a batch of shape {shape}: {_first_line(error)}") from error
+            seconds = time.monotonic() - started
+            if number == ENOUGH_FOR_TIMING:
+                break
+    return seconds
+
+
+def _plan(arguments: argparse.Namespace, out: Path, examples: int, described: str, seconds_a_pass: float) -> None:
+    alphas = arguments.grid or 13
+    lines = [
+        f"model:       {arguments.model}, {arguments.checkpoint}",
+        f"data:        {examples} images from {arguments.data}: {described}",
+        f"objective:   {arguments.objective}",
+        f"would take:  about {clock(alphas * seconds_a_pass)} for {alphas} alphas on {_device(arguments.device)}",
+        f"would write: {', '.join(map(str, (out, *_beside(out))))}",
+    ]
+    print("\n".join(lines))
+
+
+def _tuned(
+    arguments: argparse.Namespace, model: nn.Module, loader: Iterable[tuple[Tensor, Tensor]], unfinished: Path
+) -> AlphaSearch:
+    """Tune, keeping what is evaluated in a file for as long as it is unfinished."""
+    had_begun = unfinished.exists()
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="the gain in")  # the table says it
+            found = tune_alpha(
+                convert(model, "weighed"),
+                loader,
+                metrics=tuple(METRICS),
+                objective=arguments.objective,
+                grid=arguments.grid,
+                per_layer=arguments.per_layer,
+                folds=arguments.folds,
+                insist=arguments.insist,
+                resume=unfinished,
+                progress=False if arguments.quiet or arguments.json else None,
+            )
+    except (ValueError, TypeError, UserError) as error:
+        if not had_begun:
+            unfinished.unlink(missing_ok=True)
+        raise UserError(_first_line(error)) from error
+    unfinished.unlink(missing_ok=True)
+    return found
+
+
+def _write(found: AlphaSearch, model: nn.Module, spec: str, out: Path) -> list[Path]:
+    """Everything or nothing: all is made under other names first. Without a gain there is no checkpoint."""
+    table, picture, page = _beside(out)
+    makers: dict[Path, Callable[[Path], object]] = {
+        table: found.save,
+        picture: lambda path: found.plot(path),
+        page: lambda path: path.write_text(_page(spec, found), encoding="utf-8"),
+    }
+    if found.alpha != found.baseline:
+        makers = {out: lambda path: _save(model, path), **makers}
+    made: list[tuple[Path, Path]] = []
+    try:
+        for target, make in makers.items():
+            unfinished = target.with_name(f".unfinished-{target.name}")
+            made.append((unfinished, target))
+            make(unfinished)
+        for unfinished, target in made:
+            unfinished.replace(target)
+    except OSError as error:
+        raise UserError(f"{out.parent} cannot be written to: {error.strerror}") from error
+    finally:
+        for unfinished, _ in made:
+            unfinished.unlink(missing_ok=True)
+    return list(makers)
+
+
+def _save(model: nn.Module, path: Path) -> None:
+    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    if path.suffix == ".safetensors":
+        from safetensors.torch import save_file
+
+        save_file({name: tensor.clone() for name, tensor in weights.items()}, path)  # it refuses shared memory
+    else:
+        torch.save(weights, path)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+# ---- the page ----
+
+STYLE = """\
+body { font-family: sans-serif; max-width: 64rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
+pre { background: #f6f6f6; padding: 1rem; overflow-x: auto; font-size: 0.85rem; line-height: 1.35 }
+svg { max-width: 100%; height: auto } circle:hover { r: 6 }
+"""
+
+
+def _page(spec: str, found: AlphaSearch) -> str:
+    """Curves with the numbers under the pointer, and the tables; one file that needs no other."""
+    curves = "\n".join(f"<h2>{escape(metric)}</h2>\n{_curve(found, metric)}" for metric in found.gains)
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>alpha of {escape(spec)}</title>'
+        f"<style>{STYLE}</style></head><body>\n<h1>Inference example weighing: {escape(spec)}</h1>\n"
+        f"<p>{escape(found.verdict())}</p>\n{curves}\n<pre>{escape(str(found))}</pre>\n</body></html>\n"
+    )
+
+
+def _curve(found: AlphaSearch, metric: str) -> str:
+    wide, high, edge = 640, 260, 50
+    scale = 100 if metric in SHARES else 1
+    rows = [(row["alpha"], row[metric] * scale) for row in found.table]
+    low, top = min(value for _, value in rows), max(value for _, value in rows)
+    span = (top - low) or 1.0
+
+    def place(alpha: float, value: float) -> tuple[float, float]:
+        across = edge + (wide - 2 * edge) * float(to_u(alpha))
+        return round(across, 1), round(high - edge + (2 * edge - high) * (value - low) / span, 1)
+
+    points = [place(*row) for row in rows]
+    dots = []
+    for (alpha, value), (x, y) in zip(rows, points, strict=True):
+        colour = "#c1440e" if alpha == found.best[metric] else "#777" if alpha == found.baseline else "#33628d"
+        hint = f"alpha {alpha:.4g}: {metric} {value:.4f}{' %' if metric in SHARES else ''}"
+        dots.append(f'<circle cx="{x}" cy="{y}" r="4" fill="{colour}"><title>{escape(hint)}</title></circle>')
+    ticks = [
+        f'<text x="{place(alpha, low)[0]}" y="{high - edge + 22}" text-anchor="middle">{alpha:g}</text>'
+        for alpha in (0, 0.05, 0.25, 0.5, 0.75, 0.95, 1)
+    ]
+    sides = [
+        f'<text x="{edge - 8}" y="{place(0, value)[1] + 4}" text-anchor="end">{value:.4g}</text>'
+        for value in (low, top)
+    ]
+    path = " ".join(f"{x},{y}" for x, y in points)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {high}" width="{wide}" font-size="12" role="img" '
+        f'aria-label="{escape(metric)} against alpha">'
+        f'<polyline points="{path}" fill="none" stroke="#33628d" stroke-width="1.5"/>{"".join(dots + ticks + sides)}'
+        f'<text x="{wide / 2}" y="{high - 8}" text-anchor="middle">alpha</text></svg>'
+    )
