@@ -2,8 +2,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+BROWSER := .venv/.browser
 
-.PHONY: test test-slow bench format clean
+.PHONY: demo test test-slow bench format clean
+
+demo: $(READY)
+	$(BIN)/betternorm demo --output build/demo
 
 test: $(READY)
 	$(BIN)/ruff check .
@@ -11,7 +15,7 @@ test: $(READY)
 	$(BIN)/mypy
 	$(BIN)/pytest -q -n 2 --dist loadfile
 
-test-slow: $(READY)
+test-slow: $(READY) $(BROWSER)
 	$(BIN)/pytest -q -m slow
 
 bench: $(READY)
@@ -29,4 +33,11 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt hatchling editables
 	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	touch $@
+
+# A real browser for the slow tests. Where the system's package cannot be installed, they say so and are skipped.
+$(BROWSER): $(READY)
+	$(BIN)/pip install --quiet --constraint constraints.txt playwright axe-playwright-python
+	command -v chromium >/dev/null || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium; } || \
+		echo 'chromium is missing and apt-get cannot install it: the browser tests will be skipped' >&2
 	touch $@

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,3 +48,27 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Chromium by playwright, as `make test-slow` installs them. It opens pages without a network."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is missing: make test-slow installs it")
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("chromium is missing: make test-slow installs it where it may")
+    quiet = ("gpu", "background-networking", "component-update", "sync")
+    flags = ["--no-sandbox", "--no-first-run", *(f"--disable-{name}" for name in quiet)]
+    with playwright.sync_playwright() as running:
+        found = running.chromium.launch(executable_path=chromium, args=flags, headless=True)
+        yield found
+        found.close()
+
+
+@pytest.fixture(scope="module")
+def axe() -> Any:
+    """The accessibility checks of axe-core."""
+    module = pytest.importorskip(
+        "axe_playwright_python.sync_playwright", reason="axe-playwright-python is missing: make test-slow installs it"
+    )
+    return module.Axe()

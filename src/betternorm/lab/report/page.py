@@ -160,7 +160,7 @@ def _slider(panel: str, figures: Sequence[Figure]) -> str:
 <p class="control"><label for="{panel}-slider">{x_label}</label>
 <input type="range" id="{panel}-slider" min="0" max="{last}" step="1" value="0">
 <output for="{panel}-slider"></output></p>
-<div class="scroll" tabindex="0" role="region" aria-label="All series at this {x_label}">
+<div class="scroll" tabindex="0" role="group" aria-label="All series at this {x_label}">
 <table class="readings"><thead><tr><th scope="col">series</th>{head}</tr></thead><tbody>{body}</tbody></table></div>
 <p class="hint between">≈ lies between two measured points.</p>
 </div>"""
@@ -226,7 +226,7 @@ def _table(table: Table) -> str:
     right = [bool(body) and all(is_number(row[column]) for row in body) for column in range(len(table.headers))]
     label, head = escape(table.title), _cells("th", table.headers, right)
     lines = "".join(f"<tr>{_cells('td', row, right)}</tr>" for row in body)
-    return f"""<div class="scroll" tabindex="0" role="region" aria-label="{label}"><table>
+    return f"""<div class="scroll" tabindex="0" role="group" aria-label="{label}"><table>
 <caption>{label}</caption><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>"""
 
 
