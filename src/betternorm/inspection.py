@@ -77,7 +77,8 @@ def norm_report(
         example_input: what the model is called with: a tensor, a tuple of arguments or a dict of keywords.
         batch_size: the batch size of training, for the number of values per group. Default: the example's.
         quick: estimate the effects of all layers at once from three backward passes, instead of measuring each with
-            two forward passes. Zero stays zero; other effects are right to within a factor of about three.
+            two forward passes. It is the effect of small changes, right to within a factor of about three, and 0 where
+            scaling is undone.
         norm_types: further classes to be taken as norm layers, with their gamma in ``weight`` and beta in ``bias``.
         progress: show a bar; None shows it on a terminal.
 
