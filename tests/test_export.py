@@ -121,9 +121,9 @@ def test_a_compiled_network_is_compiled_once_for_all_alphas(images: Tensor) -> N
 def test_inductor_is_equal_to_eager_for_any_batch(images: Tensor) -> None:
     torch._dynamo.reset()
     model = tuned(nn.BatchNorm2d)
-    compiled = torch.compile(model, dynamic=True)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the compiler about itself
+        compiled = torch.compile(model, dynamic=True)
         for size in SIZES[1:]:
             torch.testing.assert_close(compiled(images[:size]), model(images)[:size], **TOLERANCE)
     torch._dynamo.reset()

@@ -1,0 +1,134 @@
+"""Checkpoints as people write them, and those that cannot be used."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from betternorm.alpha import get_alpha, set_alpha
+from betternorm.cli import UserError
+from betternorm.integrations.checkpoints import load_checkpoint
+from betternorm.surgery import convert
+
+
+def network(width: int = 4) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(3, width, 3), nn.BatchNorm2d(width), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
+@pytest.fixture
+def weights() -> dict[str, Tensor]:
+    torch.manual_seed(7)
+    model = network()
+    model(torch.randn(8, 3, 8, 8))
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+WRITTEN: dict[str, Any] = {
+    "plain": lambda w: w,
+    "state_dict": lambda w: {"state_dict": w, "epoch": 3},
+    "model_state_dict and module.": lambda w: {"model_state_dict": prefixed(w, "module."), "loss": 0.1},
+    "model within state": lambda w: {"model": {"state_dict": w}},
+    "compiled": lambda w: prefixed(w, "_orig_mod."),
+    "compiled and distributed": lambda w: {"net": prefixed(w, "module._orig_mod.")},
+    "Lightning": lambda w: {"state_dict": prefixed(w, "model."), "pytorch-lightning_version": "2.0", "epoch": 1},
+    "before batches were counted": lambda w: {k: v for k, v in w.items() if "num_batches" not in k},
+    "beside notes": lambda w: {**w, "epoch": 3},
+}
+
+
+def prefixed(weights: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {prefix + name: tensor for name, tensor in weights.items()}
+
+
+@pytest.mark.parametrize("way", WRITTEN)
+@pytest.mark.parametrize("suffix", [".pt", ".pth"])
+def test_weights_are_found(way: str, suffix: str, weights: dict[str, Tensor], tmp_path: Path) -> None:
+    torch.save(WRITTEN[way](weights), tmp_path / f"model{suffix}")
+    model = load_checkpoint(network(), tmp_path / f"model{suffix}")
+    for name, tensor in model.state_dict().items():
+        if "num_batches" not in name:
+            assert torch.equal(tensor, weights[name])
+
+
+def test_safetensors_are_read(weights: dict[str, Tensor], tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    safetensors.save_file(prefixed(weights, "module."), tmp_path / "model.safetensors")
+    model = load_checkpoint(network(), tmp_path / "model.safetensors")
+    assert torch.equal(model[1].running_mean, weights["1.running_mean"])
+
+
+def test_averaged_weights_are_taken_when_asked(weights: dict[str, Tensor], tmp_path: Path) -> None:
+    averaged = {name: tensor + 1 for name, tensor in weights.items()}
+    torch.save({"state_dict": weights, "state_dict_ema": averaged}, tmp_path / "model.pt")
+    assert torch.equal(load_checkpoint(network(), tmp_path / "model.pt")[0].weight, weights["0.weight"])
+    model = load_checkpoint(network(), tmp_path / "model.pt", ema=True)
+    assert torch.equal(model[0].weight, averaged["0.weight"])
+
+
+def test_a_tuned_network_keeps_its_alpha(tmp_path: Path) -> None:
+    tuned = convert(network(), "weighed")
+    set_alpha(tuned, 0.07)
+    torch.save(tuned.state_dict(), tmp_path / "tuned.pt")
+    assert get_alpha(load_checkpoint(network(), tmp_path / "tuned.pt")) == 0.07
+
+
+class Anything:
+    pass
+
+
+class Runs:
+    def __reduce__(self) -> Any:
+        return (exec, ("raise SystemExit('code in a pickle was run')",))
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda path: None, "there is no such file"),
+        (lambda path: path.write_bytes(b""), "is damaged or not a checkpoint"),
+        (lambda path: path.write_bytes(b"not a checkpoint" * 99), "is damaged or not a checkpoint|more than tensors"),
+        (lambda path: path.write_bytes(saved({"0.weight": torch.ones(999)})[:-300]), "is damaged"),
+        (lambda path: path.write_bytes(pickle.dumps(Runs())), "could run code"),
+        (lambda path: torch.save(Anything(), path), "could run code"),
+        (lambda path: torch.save(network(), path), "could run code"),
+        (lambda path: torch.save([torch.ones(2)], path), "holds a list; a dict of tensors is wanted"),
+        (lambda path: torch.save({"epoch": 3}, path), "holds no weights: looked under state_dict.*it has epoch"),
+        (lambda path: torch.save(network(8).state_dict(), path), r"another architecture: .*\(8, 3, 3, 3\) in the file"),
+        (lambda path: torch.save(nn.Linear(2, 2).state_dict(), path), "another architecture: .* missing .* unknown"),
+    ],
+)
+def test_what_cannot_be_used_is_told_in_a_line(made: Any, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    made(path)
+    with pytest.raises(UserError, match=message) as caught:
+        load_checkpoint(network(), path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_damaged_safetensors_are_told_in_a_line(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    (tmp_path / "model.safetensors").write_bytes(b"\x08\x00\x00\x00\x00\x00\x00\x00{}")
+    with pytest.raises(UserError, match="is damaged"):
+        load_checkpoint(network(), tmp_path / "model.safetensors")
+
+
+def saved(values: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(values, buffer)
+    return buffer.getvalue()
+
+
+def test_networks_that_others_published_are_read(shared: Path) -> None:
+    from benchmarks.cifar_resnets import DEPTHS, CifarResNet
+
+    for depth in DEPTHS:
+        path = shared / f"weights/cifar100_resnets/resnet{depth}_cifar100.pth"
+        model = load_checkpoint(CifarResNet(depth), path)
+        assert model.bn1.running_var.min() > 0
