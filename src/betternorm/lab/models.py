@@ -1,7 +1,7 @@
 """The networks of the experiments (section 4.1), with any normalisation.
 
-The paper's ResNet-18 for small images is here, at any width and depth; the others come from timm or torchvision. All
-are built with batch norm and converted, so a norm is one word and some options.
+The paper's ResNet-18 for small images is here, at any width and depth, and the same without shortcuts; the others come
+from timm or torchvision. All are built with batch norm and converted, so a norm is one word and some options.
 """
 
 from __future__ import annotations
@@ -51,14 +51,19 @@ def build(
     """A network, with its weights if there are any, and its norm layers swapped.
 
     Args:
-        network: "resnet18", a name in :data:`NETWORKS`, or what :func:`load_model` takes.
-        width, blocks, stem_stride: of "resnet18" only; the others have their own.
+        network: "resnet18", "plain18" (no shortcuts), a name in :data:`NETWORKS`, or what :func:`load_model` takes.
+        width, blocks, stem_stride: of these two only; the others have their own.
         norm, norm_options: see :func:`apply_norm`.
         weights: a file with trained weights, see :func:`load_weights`.
     """
-    if network == "resnet18":
+    if network in ("resnet18", "plain18"):
         model: nn.Module = ResNet(
-            num_classes, in_channels=in_channels, width=width, blocks=blocks, stem_stride=stem_stride
+            num_classes,
+            in_channels=in_channels,
+            width=width,
+            blocks=blocks,
+            stem_stride=stem_stride,
+            residual=network == "resnet18",
         )
     elif network in NETWORKS or ":" in network:
         spec = NETWORKS.get(network, network)
@@ -66,8 +71,8 @@ def build(
         model = load_model(spec, num_classes=num_classes, **channels)
     else:
         raise UserError(
-            f"network is {network!r}; it has to be resnet18, {', '.join(NETWORKS)}, timm:NAME, torchvision:NAME "
-            "or path/to/file.py:function"
+            f"network is {network!r}; it has to be resnet18, plain18, {', '.join(NETWORKS)}, timm:NAME, "
+            "torchvision:NAME or path/to/file.py:function"
         )
     if weights is not None:
         load_weights(model, weights)
@@ -158,6 +163,7 @@ class ResNet(nn.Module):
         width: of the first stage; 64 with ``blocks=(2, 2, 2, 2)`` is the paper's ResNet-18: 64, 128, 256, 512 filters.
         blocks: how many in each stage; every stage after the first halves the side.
         stem_stride: 2 for a network that sees the image at half its side.
+        residual: False leaves the shortcuts out, so that only the last norm layer has a path to the output.
 
     Shape:
         - Input: (N, in_channels, H, W)
@@ -172,6 +178,7 @@ class ResNet(nn.Module):
         width: int = 64,
         blocks: Sequence[int] = (2, 2, 2, 2),
         stem_stride: int = 1,
+        residual: bool = True,
     ) -> None:
         super().__init__()
         if width < 1 or not blocks or min(blocks) < 1:
@@ -181,7 +188,7 @@ class ResNet(nn.Module):
         for stage, count in enumerate(blocks):
             for block in range(count):
                 out = width << stage
-                stages.append(PreActivationBlock(channels, out, 2 if stage and not block else 1))
+                stages.append(PreActivationBlock(channels, out, 2 if stage and not block else 1, residual))
                 channels = out
         self.blocks = nn.Sequential(*stages)
         self.norm = nn.BatchNorm2d(channels)
@@ -198,16 +205,19 @@ class ResNet(nn.Module):
 class PreActivationBlock(nn.Module):
     """Norm, ReLU, convolution, twice, and a shortcut that is a convolution where the shape changes."""
 
-    def __init__(self, in_channels: int, channels: int, stride: int) -> None:
+    def __init__(self, in_channels: int, channels: int, stride: int, residual: bool = True) -> None:
         super().__init__()
+        self.residual = residual
         self.norm1 = nn.BatchNorm2d(in_channels)
         self.conv1 = nn.Conv2d(in_channels, channels, 3, stride, 1, bias=False)
         self.norm2 = nn.BatchNorm2d(channels)
         self.conv2 = nn.Conv2d(channels, channels, 3, 1, 1, bias=False)
         same = stride == 1 and in_channels == channels
-        self.shortcut = None if same else nn.Conv2d(in_channels, channels, 1, stride, bias=False)
+        self.shortcut = None if same or not residual else nn.Conv2d(in_channels, channels, 1, stride, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         active = self.norm1(x).relu()
-        shortcut = x if self.shortcut is None else self.shortcut(active)
-        return self.conv2(self.norm2(self.conv1(active)).relu()) + shortcut
+        y = self.conv2(self.norm2(self.conv1(active)).relu())
+        if not self.residual:
+            return y
+        return y + (x if self.shortcut is None else self.shortcut(active))

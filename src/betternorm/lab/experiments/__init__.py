@@ -1,16 +1,20 @@
 """The paper's experiments, each a module: what the paper claims, the trials at three scales, and the verdicts.
 
 A module has ``TITLE`` and ``PLACE``; ``arms(scale)``, the trials to run by label, each to be repeated with other seeds
-(``SEEDS`` says how often, where it is not as usual); and ``conclude(runs)``, which makes tables, figures and verdicts of
-their rows.
+(``SEEDS`` says how often, where it is not as usual); and ``conclude(runs)``, which makes tables, figures and verdicts
+of their rows.
 """
 
 from __future__ import annotations
 
+import csv
 import importlib
+import json
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -94,6 +98,46 @@ def results(folder: str | os.PathLike[str], scale: str, names: Sequence[str] = N
     """What the rows in a store come to: a result for every experiment that has any."""
     store = Store(folder)
     return [found for name in names if (found := result(name, scale, store)).rows]
+
+
+def restore(pages: str | os.PathLike[str], scale: str, store: Store, names: Sequence[str] = NAMES) -> int:
+    """Take finished rows from the pages of results (``NAME/rows.csv``) into a store, and return how many.
+
+    A row is taken where its key is that of a trial: it says what was run, so the row is what running it would give.
+    """
+    taken = 0
+    for name in names:
+        saved = read_csv(Path(pages) / name / "rows.csv")
+        for trial in (trial for arm in trials(name, scale).values() for trial in arm):
+            if trial.key in saved and store.get(trial.key) is None:
+                columns = saved[trial.key]
+                prefix = "provenance_"
+                provenance = {k.removeprefix(prefix): v for k, v in columns.items() if k.startswith(prefix)}
+                known = {"key", "kind", "status", "attempts", "error", *trial.config}
+                result = {k: v for k, v in columns.items() if k not in known and not k.startswith(prefix)}
+                store.finish(trial.key, trial.kind, trial.config, result=result, provenance=provenance)
+                taken += 1
+    return taken
+
+
+def read_csv(path: Path) -> dict[str, dict[str, Any]]:
+    """The finished rows of a file that :func:`betternorm.lab.store.export` wrote, by key, without empty cells."""
+    if not path.is_file():
+        return {}
+    csv.field_size_limit(sys.maxsize)
+    with open(path, newline="") as file:
+        lines = [line for line in csv.DictReader(file) if line["status"] == DONE]
+    return {line["key"]: {name: _value(text) for name, text in line.items() if text} for line in lines}
+
+
+def _value(text: str) -> Any:
+    """Numbers, truths, lists and dicts as what they were; everything else is text."""
+    if text in ("True", "False"):
+        return text == "True"
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
 
 
 def result(name: str, scale: str, store: Store, seeds: int | None = None) -> Result:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,6 +76,10 @@ def scaled(name: str, value: float) -> float:
 def cell(values: Sequence[float]) -> str:
     """Mean, spread and n, as a table shows them."""
     return str(stats.summary(values)) if len(values) else NOT_RUN
+
+
+def mean(values: Sequence[float]) -> float:
+    return stats.summary(values).mean
 
 
 # Curves -------------------------------------------------------------------------------------------------------------
@@ -166,6 +171,11 @@ def gain(claim: str, runs: Runs, label: Label, metric: str, claimed: Region = MO
     return compare(claim, runs.values(label, f"{metric}_tuned"), runs.values(label, metric), claimed, paired=True)
 
 
+def certain(claim: str, holds: bool, evidence: str) -> Verdict:
+    """A verdict where nothing is random."""
+    return Verdict(claim, Outcome.SEEN if holds else Outcome.NOT_SEEN, evidence)
+
+
 def together(claim: str, parts: Sequence[Verdict]) -> Verdict:
     """A claim that holds where all its parts do."""
     outcomes = {part.outcome for part in parts}
@@ -182,7 +192,7 @@ def best(points: Mapping[Any, Sequence[float]], higher: bool = True) -> Any:
     return (max if higher else min)(means, key=means.get) if means else None
 
 
-# Networks of other trials -------------------------------------------------------------------------------------------
+# Files and networks -------------------------------------------------------------------------------------------
 
 
 def network_file(config: Config, folder: Path, runtime: Runtime) -> Path:
@@ -194,6 +204,12 @@ def network_file(config: Config, folder: Path, runtime: Runtime) -> Path:
     with Store(folder.parent.parent).claim(config.key):
         train(config, place, runtime)
     return place / "model.pt"
+
+
+def data_file(name: str, runtime: Runtime) -> Path:
+    """A file as it is named, or in the folder of the datasets."""
+    place = Path(runtime.data_root or os.environ.get("BETTERNORM_DATA") or "data") / name
+    return place if place.is_file() else Path(name)
 
 
 def network_of(config: Config, folder: Path, runtime: Runtime) -> nn.Module:

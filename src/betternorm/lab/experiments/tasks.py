@@ -2,8 +2,8 @@
 
 *smoke* is scikit-learn's digits, a second or two a trial. *small* is photographs on a CPU, ten seconds to a minute a
 trial: mostly the first twenty classes of Oxford Flowers-102 at 32x32, whose ten images a class make a network overfit,
-as the regularising techniques need. *paper* is section 4.1; the paper gives no learning rates or lengths of training, and
-those here are common for its networks.
+as the regularising techniques need. *paper* is section 4.1; the paper gives no learning rates or lengths of training,
+and those here are common for its networks.
 """
 
 from __future__ import annotations
@@ -51,12 +51,39 @@ CALTECH256 = replace(
     precision="16-mixed",
 )
 
+# Training images of the splits that betternorm.lab.data makes, to know the length of a training before it is read.
+TRAINING_IMAGES = {
+    "digits": 1078,
+    "flowers102": 1020,
+    "caltech101": 2020,
+    "cifar100": 40_000,
+    "svhn": 483_510,
+    "caltech256": 10_280,
+    "cub2011": 4_496,
+}
+CLASSES = {"flowers102": 102, "caltech101": 101, "cifar100": 100}
+
 # What most experiments learn, by the name of the dataset.
 TASKS: dict[str, dict[str, Config]] = {
     "smoke": {"digits": SMOKE},
     "small": {"Flowers-102": SMALL},
     "paper": {"CIFAR-100": PAPER, "SVHN": replace(PAPER, dataset="svhn", epochs=20), "Caltech-256": CALTECH256},
 }
+
+
+def steps(config: Config) -> int:
+    """How many steps a training takes; about, where only some classes are kept."""
+    images = config.train_examples or TRAINING_IMAGES[config.dataset.removeprefix("stand-in:")]
+    if config.classes is not None:
+        images = images * config.classes // CLASSES[config.dataset]
+    each = images // config.batch_size
+    return config.epochs * min(each, config.steps_per_epoch or each)
+
+
+def with_renorm(config: Config) -> Config:
+    """Batch renorm, plain batch norm for a tenth of the training and then corrected more and more for the next four."""
+    total = steps(config)
+    return with_norm(config, "renorm", warmup_steps=total // 10, d_steps=3 * total // 10, r_steps=total // 2)
 
 
 def with_norm(config: Config, norm: str, **options: object) -> Config:

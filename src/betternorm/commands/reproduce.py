@@ -1,0 +1,103 @@
+"""``betternorm reproduce``: the paper's experiments, at three scales, each to tables, figures and verdicts."""
+
+from __future__ import annotations
+
+import argparse
+
+from betternorm.cli import FINDING, OK
+from betternorm.commands.train import RUNTIME
+from betternorm.lab import engines, experiments
+from betternorm.lab.experiments import plan
+from betternorm.lab.experiments.suite import RULE
+from betternorm.lab.results import Result
+from betternorm.lab.store import FAILED, Store
+from betternorm.lab.trials import Runtime, process_rank
+from betternorm.tables import table
+
+EXAMPLES = f"""experiments:
+  {", ".join(experiments.NAMES[:6])},
+  {", ".join(experiments.NAMES[6:])}
+
+examples:
+  betternorm reproduce all                                      digits, in minutes: does everything run here?
+  betternorm reproduce ghost-size --scale small --data-root data --engine processes
+  betternorm reproduce all --scale small --pages docs/results   go on from the rows there, and write the pages anew
+  betternorm reproduce all --scale paper --plan                 trials, GPU hours, disk, and the commands
+
+A command that was stopped goes on when it is given again; a trial that is finished is never run again."""
+
+SHARED = ("data_root", "download", "accelerator", "devices", "nodes", "threads", "workers", "channels_last", "compile")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EXAMPLES
+    parser.add_argument("names", nargs="+", metavar="NAME", help="experiments, or all")
+    parser.add_argument("--scale", choices=experiments.SCALES, default="smoke", help="how large (smoke)")
+    parser.add_argument("--seeds", type=int, help="runs of every arm (each experiment's own number)")
+    parser.add_argument("--plan", action="store_true", help="say what it would take, and run nothing")
+    parser.add_argument("--folder", help="folder of the store (reproduction-SCALE)")
+    parser.add_argument(
+        "--pages", help="a folder of results: take the finished rows in it, and write pages, figures and rows there"
+    )
+    how = parser.add_argument_group("where and how")
+    how.add_argument("--engine", choices=engines.ENGINES, default="here", help="where trials run (here)")
+    how.add_argument("--processes", type=int, help="of --engine processes, or of a Ray started here")
+    how.add_argument("--address", help="of a running Ray cluster")
+    how.add_argument("--retry", action="store_true", help="run what failed again")
+    how.add_argument("--quiet", action="store_true", help="no progress bar")
+    for name in SHARED:
+        default = getattr(Runtime, name)
+        flag, text = f"--{name.replace('_', '-')}", RUNTIME[name]
+        if isinstance(default, bool):
+            how.add_argument(flag, action=argparse.BooleanOptionalAction, default=default, help=text)
+        else:
+            kind = int if isinstance(default, int) or name == "threads" else str
+            how.add_argument(flag, type=kind, default=default, help=text)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    names = experiments.chosen(arguments.names)
+    folder = arguments.folder or f"reproduction-{arguments.scale}"
+    if arguments.plan:
+        print(plan.describe(names, arguments.scale, arguments.seeds, arguments.names))
+        return OK
+    store = Store(folder)
+    if arguments.pages:
+        experiments.restore(arguments.pages, arguments.scale, store)
+    show = False if arguments.quiet else None
+    results = experiments.run(
+        names,
+        arguments.scale,
+        folder,
+        seeds=arguments.seeds,
+        runtime=Runtime(**{name: getattr(arguments, name) for name in SHARED}, show=show),
+        engine=arguments.engine,
+        workers=arguments.processes,
+        address=arguments.address,
+        retry=arguments.retry,
+        show=show,
+    )
+    if process_rank() > 0:
+        return OK
+    for result in results:
+        print(shown(result))
+    print(RULE)
+    if arguments.pages:
+        write_pages(folder, arguments.scale, arguments.pages)
+    return FINDING if any(row.status == FAILED for row in store.rows(status=FAILED)) else OK
+
+
+def write_pages(folder: str, scale: str, pages: str) -> None:
+    """A page for every experiment that has rows in the store, not only for those just run: they share rows."""
+    from betternorm.lab.report import files
+
+    written = files.write(experiments.results(folder, scale), pages)
+    print(f"{len(written)} files in {pages}, from {written[0]}")
+
+
+def shown(result: Result) -> str:
+    """A result as text: tables, verdicts, and what else there is to say."""
+    parts = [f"{result.title}\n{result.place}, {result.scale} scale"]
+    parts += [f"{one.title}\n{table(one.headers, one.rows)}" for one in result.tables]
+    parts += [f"{verdict.outcome.value.upper()}: {verdict.claim}\n  {verdict.evidence}" for verdict in result.verdicts]
+    return "\n\n".join([*parts, result.notes]).strip() + "\n"

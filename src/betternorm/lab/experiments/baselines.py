@@ -1,0 +1,121 @@
+"""The methods of the paper's related work side by side (section 2), at several batch sizes.
+
+The paper makes no table of these. From what it says of each: batch norm needs a batch; Group, Layer and Instance Norm
+do not, and Group Norm is the best of them; batch renorm helps at small batches; Switchable Norm overfits (appendix C);
+EvalNorm's alphas, one a layer, resemble inference example weighing. Expect batch norm to lead at the largest batch and
+Group Norm at 2, and one alpha a layer to do about as well as one for all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from betternorm.alpha import tune_alpha, weighed_layers
+from betternorm.lab.data import Loader
+from betternorm.lab.experiments import suite
+from betternorm.lab.experiments.combined import GROUPS
+from betternorm.lab.experiments.suite import Findings, Label, Runs
+from betternorm.lab.experiments.tasks import TASKS, at_batch_size, with_norm, with_renorm
+from betternorm.lab.results import Figure, Table
+from betternorm.lab.training import JUDGED_BY, Config, evaluate, load_data
+from betternorm.lab.trials import Progress, Runtime, Trial
+
+TITLE = "Batch, group, layer, instance, renorm, switchable"
+PLACE = "Section 2"
+
+BATCHES = {"smoke": (32,), "small": (32, 8, 2), "paper": (128, 16, 4, 2)}
+BATCH, ONE, EACH = "batch norm", "batch norm, one alpha", "batch norm, an alpha a layer (as EvalNorm)"
+GROUP, SWITCHABLE = "group norm", "switchable norm"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlphaALayer(Config):
+    """A trained network with one alpha a layer, fitted by gradient on validation data; nothing is trained."""
+
+    kind: ClassVar[str] = "alpha-a-layer"
+
+    def run(self, folder: Path, runtime: Runtime, progress: Progress) -> dict[str, Any]:
+        config = Config(**{item.name: getattr(self, item.name) for item in fields(Config)})
+        network = suite.network_of(config, folder, runtime)
+        data = load_data(config, runtime)
+        found = tune_alpha(
+            network,
+            Loader(data, data.validation, 250),
+            JUDGED_BY,
+            grid=config.alpha_grid or None,
+            per_layer=True,
+            insist=True,
+            progress=False,
+        )
+        for name, layer in weighed_layers(network).items():
+            layer.alpha = found.per_layer.alphas[name]
+        (row,) = evaluate(network, Loader(data, data.validation if data.test is None else data.test, 250))
+        result = {f"test_{name}": value for name, value in row.items()}
+        return result | {"alphas": found.per_layer.alphas, "kept": found.per_layer.kept}
+
+
+def arms(scale: str) -> dict[Label, Trial]:
+    task, config = next(iter(TASKS[scale].items()))
+    found: dict[Label, Trial] = {}
+    for size in BATCHES[scale]:
+        here = at_batch_size(config, size)
+        methods = {
+            BATCH: here,
+            EACH: AlphaALayer(**here.config),
+            GROUP: with_norm(here, "group", num_groups=GROUPS[scale]),
+            "layer norm": with_norm(here, "layer"),
+            "instance norm": with_norm(here, "instance"),
+            "batch renorm": with_renorm(here),
+            # No alpha: its layers mix statistics by weights of their own.
+            SWITCHABLE: replace(with_norm(here, "betternorm.lab.norms:switchable"), tune_alpha=False),
+        }
+        found |= {(task, method, size): trial for method, trial in methods.items()}
+    return found
+
+
+def conclude(runs: Runs) -> Findings:
+    (task,) = runs.names()
+    sizes, methods = runs.names(2), runs.names(1)
+    read = {(method, size): runs.values((task, method, size), "test_top1") for method in methods for size in sizes}
+    read |= {(ONE, size): runs.values((task, BATCH, size), "test_top1_tuned") for size in sizes}
+    methods.insert(1, ONE)
+    rows = [[method, *(suite.cell(read[method, size]) for size in sizes)] for method in methods]
+    training = [
+        [method, *(suite.cell(runs.values((task, method, size), "train_top1")) for size in sizes)]
+        for method in methods
+        if method not in (ONE, EACH)
+    ]
+    series = [suite.curve(method, {size: read[method, size] for size in sorted(sizes)}) for method in methods]
+    large, small = sizes[0], sizes[-1]
+    verdicts = [
+        suite.compare(f"B = {large}: batch norm is better than Group Norm", read[BATCH, large], read[GROUP, large]),
+        suite.compare(f"B = {small}: Group Norm is better than batch norm", read[GROUP, small], read[BATCH, small]),
+        *(
+            suite.compare(f"B = {small}: Group Norm is better than {other}", read[GROUP, small], read[other, small])
+            for other in ("layer norm", "instance norm")
+        ),
+        suite.compare(
+            f"B = {small}: batch renorm is better than batch norm", read["batch renorm", small], read[BATCH, small]
+        ),
+        suite.compare(
+            f"B = {large}: switchable norm fits the training set more closely than Group Norm",
+            runs.values((task, SWITCHABLE, large), "train_top1"),
+            runs.values((task, GROUP, large), "train_top1"),
+        ),
+        *(
+            suite.compare(
+                f"B = {size}: an alpha a layer does as well as one for all, within 1 point",
+                read[EACH, size],
+                read[ONE, size],
+                suite.within(1.0),
+                paired=True,
+            )
+            for size in sizes
+        ),
+    ]
+    headers = ["method", *(f"B = {size}" for size in sizes)]
+    tables = [Table("Test top-1, %", headers, rows), Table("Training top-1, %", headers, training)]
+    figure = Figure("Norms by batch size", "batch size", "test top-1, %", series, log_x=True)
+    return Findings(tables, [figure], verdicts, "All as trained, but where alpha is named.")

@@ -1,0 +1,144 @@
+"""What the paper tried in vain (appendix C).
+
+The paper claims, on CIFAR-100: moving averages over examples without augmentation cost half a point of accuracy, and
+improve the cross-entropy mildly; averages over the test set behave like those over the training set (within 0.1 points
+and 1 % of the cross-entropy). Group Norm does not improve by randomness in its statistics: not by noise, not by random
+groups of channels, not by changing their number during training. A constant number of values a group has mild success,
+which does not generalise. Expect nulls, and some losses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar
+
+from betternorm.alpha import calibrate, set_alpha, weighed_layers
+from betternorm.lab.data import Loader
+from betternorm.lab.experiments import suite
+from betternorm.lab.experiments.suite import Findings, Label, Runs
+from betternorm.lab.experiments.tasks import TASKS, steps, with_norm
+from betternorm.lab.results import Figure, Table
+from betternorm.lab.training import Config, evaluate, load_data
+from betternorm.lab.trials import Progress, Runtime, Trial
+from betternorm.surgery import convert
+
+TITLE = "What the paper tried in vain"
+PLACE = "Appendix C"
+
+GROUPS = {"smoke": 4, "small": 8, "paper": 32}
+ELEMENTS = {"smoke": 128, "small": 512, "paper": 4096}  # values a group, height x width x channels
+SPREAD = {"smoke": 0.5, "small": 0.25, "paper": 0.25}  # of the noise, in deviations of the statistics
+AVERAGES = {
+    "moving": "as trained",
+    "augmented": "training set, augmented",
+    "plain": "training set, not augmented",
+    "test": "test set, without labels",
+}
+SAME = 0.5  # points of top-1 that count as no difference
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recalibrated(Config):
+    """A trained network judged with other averages in its norm layers; nothing is trained."""
+
+    kind: ClassVar[str] = "recalibrated"
+
+    def run(self, folder: Path, runtime: Runtime, progress: Progress) -> dict[str, Any]:
+        config = Config(**{item.name: getattr(self, item.name) for item in fields(Config)})
+        network = suite.network_of(config, folder, runtime)
+        if not weighed_layers(network):
+            convert(network, "weighed")
+        set_alpha(network, 0.0)
+        data = load_data(config, runtime)
+        test = data.validation if data.test is None else data.test
+        sources = {
+            "augmented": Loader(data, data.train, config.batch_size, train=True, seed=config.seed),
+            "plain": Loader(data, data.train, 250),
+            "test": Loader(data, test, 250),
+        }
+        found = {}
+        for number, name in enumerate(AVERAGES):
+            if name in sources:
+                calibrate(network, sources[name], progress=False)
+            (row,) = evaluate(network, Loader(data, test, 250))
+            found |= {f"{metric}_{name}": value for metric, value in row.items()}
+            progress((number + 1) / len(AVERAGES))
+        return found
+
+
+def arms(scale: str) -> dict[Label, Trial]:
+    task, config = next(iter(TASKS[scale].items()))
+    groups, own = GROUPS[scale], "betternorm.lab.norms:"
+    length = steps(config)
+    few, many = max(2, groups // 4), groups * 2
+    return {
+        (task, "averages"): Recalibrated(**{item.name: getattr(config, item.name) for item in fields(Config)}),
+        (task, "Group Norm"): with_norm(config, "group", num_groups=groups),
+        (task, "noise"): with_norm(config, f"{own}noisy_group", num_groups=groups, strength=SPREAD[scale]),
+        (task, "random groups"): with_norm(config, f"{own}random_group", num_groups=groups),
+        (task, "random groups, half the time"): with_norm(config, f"{own}random_group", num_groups=groups, share=0.5),
+        (task, "more and more groups"): with_norm(config, f"{own}changing_group", first=few, last=many, steps=length),
+        (task, "fewer and fewer groups"): with_norm(config, f"{own}changing_group", first=many, last=few, steps=length),
+        (task, "constant values a group"): with_norm(config, f"{own}even_group", elements=ELEMENTS[scale]),
+    }
+
+
+def conclude(runs: Runs) -> Findings:
+    (task,) = runs.names()
+    label = (task, "averages")
+    names = ("top1", "cross_entropy")
+    averages = {name: {of: runs.values(label, f"{name}_{of}") for of in AVERAGES} for name in names}
+    rows = [[words, *(suite.cell(averages[name][of]) for name in names)] for of, words in AVERAGES.items()]
+    groups = {one: runs.values((task, one), "test_top1") for one in runs.names(1) if one != "averages"}
+    columns = ("validation_top1", "test_top1", "train_top1")
+    variants = [[one, *(suite.cell(runs.values((task, one), column)) for column in columns)] for one in groups]
+    top1, loss = averages["top1"], averages["cross_entropy"]
+    relative = [100 * (a / b - 1) for a, b in zip(loss["test"], loss["augmented"], strict=True)]
+    verdicts = [
+        suite.compare(
+            "averages without augmentation lower test top-1", top1["plain"], top1["moving"], suite.LESS, paired=True
+        ),
+        suite.compare(
+            "averages without augmentation lower test cross-entropy",
+            loss["plain"],
+            loss["moving"],
+            suite.LESS,
+            paired=True,
+        ),
+        suite.compare(
+            f"averages over the test set give the same top-1 as over the training set, within {SAME} points",
+            top1["test"],
+            top1["augmented"],
+            suite.within(SAME),
+            paired=True,
+        ),
+        suite.compare(
+            "and the same cross-entropy, within 1 % of it",
+            relative,
+            [0.0] * len(relative),
+            suite.within(1.0),
+            paired=True,
+        ),
+    ]
+    for one, values in list(groups.items())[1:]:
+        claim = f"Group Norm does not improve by: {one}"
+        verdicts.append(suite.compare(claim, values, groups["Group Norm"], suite.LESS))
+    tables = [
+        Table("Batch norm with other averages", ["averages over", "test top-1, %", "test cross-entropy"], rows),
+        Table(
+            "Group Norm, disturbed", ["variant", "validation top-1, %", "test top-1, %", "training top-1, %"], variants
+        ),
+    ]
+    bars = [suite.curve("test top-1", groups)]
+    figures = [Figure("Group Norm, disturbed", "variant", "test top-1, %", bars, kind="bar")]
+    figures.append(
+        Figure(
+            "Batch norm with other averages",
+            "averages over",
+            "test top-1, %",
+            [suite.curve("test top-1", {words: top1[of] for of, words in AVERAGES.items()})],
+            kind="bar",
+        )
+    )
+    return Findings(tables, figures, verdicts)

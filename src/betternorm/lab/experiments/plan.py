@@ -1,0 +1,142 @@
+"""What an experiment would take before it is run: trials, hours, disk, and the commands for one machine and for many.
+
+The rule for hours: a training step is timed here, on the CPU, on a few images of the right size, and the floating-point
+work of a step is counted; both are printed. A GPU is taken to do the counted work at :data:`GPU_SPEED`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from betternorm.lab import experiments, models
+from betternorm.lab.data import DATASETS
+from betternorm.lab.experiments.tasks import steps
+from betternorm.lab.training import Config
+from betternorm.lab.trials import Trial
+from betternorm.tables import table
+
+GPU_SPEED = (
+    20e12  # operations in a second that a training does on one A100-class GPU at 32 bits with TF32, not its peak
+)
+IMAGES = 2  # that a step is timed on; work is in proportion to images
+CHECKPOINT = 3  # times the weights: they, the optimizer's state, and the finished network
+
+# To fetch, and unpacked, in gigabytes.
+SIZES = {
+    "digits": (0, 0),
+    "flowers102": (0.35, 0.4),
+    "caltech101": (0.14, 0.2),
+    "cifar100": (0.17, 0.2),
+    "svhn": (2.3, 2.4),
+    "caltech256": (1.2, 1.3),
+    "cub2011": (1.2, 1.3),
+    "imagenet": (6.7, 7.0),  # the validation images, which is all that is read
+}
+VALIDATION_IMAGES = {"imagenet": 50_000}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one trial: operations, seconds on this CPU, and bytes left behind."""
+
+    operations: float
+    seconds: float
+    disk: float
+
+
+def describe(names: Sequence[str], scale: str, seeds: int | None, words: Sequence[str]) -> str:
+    """The plan as text."""
+    counted: set[str] = set()
+    rows, total = [], Cost(0, 0, 0)
+    data: set[str] = set()
+    for name in names:
+        own = [trial for arm in experiments.trials(name, scale, seeds).values() for trial in arm]
+        new = [trial for trial in dict.fromkeys(own) if trial.key not in counted]
+        counted |= {trial.key for trial in own}
+        costs = [cost(trial) for trial in new]
+        sums = Cost(*(sum(getattr(one, part) for one in costs) for part in ("operations", "seconds", "disk")))
+        total = Cost(total.operations + sums.operations, total.seconds + sums.seconds, total.disk + sums.disk)
+        data |= {trial.dataset for trial in own if hasattr(trial, "dataset")}
+        rows.append([name, len(own), len(new), *_hours(sums)])
+    rows.append(["all", "", len(counted), *_hours(total)])
+    headers = ["experiment", "trials", "not shared", "operations", "GPU hours", "hours on this CPU", "disk, GB"]
+    fetched = [[DATASETS[one].title, *SIZES[one]] for one in sorted(data)]
+    command = f"betternorm reproduce {' '.join(words)} --scale {scale}"
+    return "\n\n".join(
+        [
+            table(headers, rows),
+            f"Rule: a GPU does {GPU_SPEED / 1e12:g} T operations a second (one A100-class GPU in practice); this CPU "
+            f"was timed on {IMAGES} images a step, with {torch.get_num_threads()} threads. Reading images and tuning alpha "
+            "are not counted.",
+            table(["data", "to fetch, GB", "on disk, GB"], fetched),
+            "one machine, one GPU:    " + f"{command} --data-root DATA --download",
+            "one machine, 8 GPUs:     " + f"{command} --data-root DATA --engine ray",
+            "one trial on many GPUs:  " + f"torchrun --nproc-per-node 8 -m betternorm.cli reproduce {' '.join(words)} "
+            f"--scale {scale} --data-root DATA",
+            "a Ray cluster:           " + f"{command} --data-root DATA --engine ray --address ray://HEAD:10001 "
+            "--folder SHARED/reproduction",
+        ]
+    )
+
+
+def _hours(cost: Cost) -> list[str]:
+    gpu = cost.operations / GPU_SPEED / 3600
+    return [f"{cost.operations:.2g}", f"{gpu:,.2f}", f"{cost.seconds / 3600:,.1f}", f"{cost.disk / 1e9:,.2f}"]
+
+
+_MEASURED: dict[tuple[object, ...], Cost] = {}
+
+
+def cost(trial: Trial) -> Cost:
+    """A training: its steps. What only reads a trained network: its passes over the images, a third of a step each."""
+    if isinstance(trial, Config):
+        one = image_cost(trial.network, trial.dataset, trial.image_size, trial.width, trial.blocks, trial.stem_stride)
+        images = steps(trial) * trial.batch_size
+        return Cost(one.operations * images, one.seconds * images, one.disk)
+    if hasattr(trial, "alphas") and trial.network:
+        one = image_cost(trial.network, trial.dataset, trial.image_size)
+        images = (trial.limit or VALIDATION_IMAGES.get(trial.dataset, 10_000)) * len(trial.alphas) / 3
+        return Cost(one.operations * images, one.seconds * images, 0)
+    return Cost(0, 0, 0)
+
+
+def image_cost(
+    network: str,
+    dataset: str,
+    image_size: int | None,
+    width: int = 64,
+    blocks: Sequence[int] = (2, 2, 2, 2),
+    stem_stride: int = 1,
+) -> Cost:
+    """Of one image in a step, forward and backward, measured once for each network and size."""
+    facts = DATASETS[dataset]
+    size = image_size or facts.size
+    known = (network, facts.classes, size, width, tuple(blocks), stem_stride)
+    if known not in _MEASURED:
+        if ".py:" in network:
+            model = models.load_model(network)
+        else:
+            name = network.partition(".")[0]  # without timm's tag of the weights
+            model = models.build(
+                name, facts.classes, in_channels=facts.channels, width=width, blocks=blocks, stem_stride=stem_stride
+            )
+        images = torch.randn(IMAGES, facts.channels, size, size)
+        counter = FlopCounterMode(display=False)
+        with counter:
+            _loss(model, images).backward()
+        started = time.perf_counter()
+        _loss(model, images).backward()
+        seconds = (time.perf_counter() - started) / IMAGES
+        weights = 4 * sum(parameter.numel() for parameter in model.parameters())
+        _MEASURED[known] = Cost(counter.get_total_flops() / IMAGES, seconds, CHECKPOINT * weights)
+    return _MEASURED[known]
+
+
+def _loss(model: torch.nn.Module, images: torch.Tensor) -> torch.Tensor:
+    output = model(images)
+    return (output[0] if isinstance(output, tuple) else output).square().mean()
