@@ -35,6 +35,8 @@ COMMANDS: dict[str, Command] = {
     "inspect": Command("betternorm.commands.inspect", "the norm layers of a model, and what would help each"),
     "tune": Command("betternorm.commands.tune", "a trained network and labelled images in, a better network out"),
     "train": Command("betternorm.commands.train", "train a network with any norm, and tune alpha", "lab"),
+    "reproduce": Command("betternorm.commands.reproduce", "the paper's experiments, at three scales", "lab"),
+    "report": Command("betternorm.commands.report", "what has been run, as one page to look at and as files", "lab"),
     "completion": Command("betternorm.commands.completion", "completion of commands and options in your shell"),
 }
 

@@ -56,6 +56,13 @@ def test_runs_without_spread(test, degrees):
     assert (other.difference, other.p, other.statistic) == (1.0, 0.0, math.inf)
 
 
+def test_pairs_that_differ_by_rounding_alone_have_no_spread():
+    first = (0.15, 0.16, 0.14)
+    found = stats.paired([value - 0.01 for value in first], first)
+    assert found.difference == pytest.approx(-0.01)
+    assert (found.p, found.statistic) == (0.0, -math.inf)
+
+
 def test_one_run_has_a_mean_and_no_spread():
     found = stats.summary((5.0,))
     assert found.mean == 5.0

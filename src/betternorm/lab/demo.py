@@ -100,7 +100,9 @@ def run(
     if seeds < 2:
         raise UserError(f"seeds is {seeds}; an interval needs 2 or more")
     trials = [replace(config, seed=seed) for seed in range(seeds) for config in _configs()]
-    rows = engines.run(trials, folder, engine="processes", runtime=Runtime(threads=1), workers=workers, show=show)
+    rows = engines.run(
+        trials, folder, engine="processes", runtime=Runtime(threads=1), workers=workers, retry=True, show=show
+    )
     failed = [row for row in rows if row.status != DONE]
     if failed:
         raise UserError(f"{len(failed)} of {len(rows)} trials failed; the first: {failed[0].error.splitlines()[0]}")

@@ -1,0 +1,60 @@
+"""``betternorm report``: what the rows in a store come to, as one page to look at and as files to keep."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from betternorm.cli import OK, UserError
+from betternorm.lab import demo, experiments
+from betternorm.lab.report import files, page, shared
+from betternorm.lab.results import Result
+from betternorm.progress import track
+from betternorm.tables import table
+from betternorm.terminal import show
+
+EXAMPLES = """examples:
+  betternorm report runs                             runs/report.html, from all that has been run there
+  betternorm report runs --scale small --out results.html
+  betternorm report runs --files docs/results        Markdown, PNG, SVG and CSV too
+
+The page is one file that needs no network; it shows what has been run so far, and says what is missing."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EXAMPLES
+    parser.add_argument("folder", metavar="FOLDER", help="of the store: the --output of reproduce or demo")
+    parser.add_argument("--out", metavar="FILE", help="the page (FOLDER/report.html)")
+    parser.add_argument("--files", metavar="FOLDER", help="write figures, tables, Markdown and raw rows there as well")
+    parser.add_argument("--scale", nargs="+", choices=experiments.SCALES, help="only experiments at these scales")
+    parser.add_argument("--title", default="Improving batch normalisation, reproduced", help="of the page")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    folder = Path(arguments.folder)
+    if not (folder / "store.sqlite").is_file():
+        raise UserError(f"FOLDER is {str(folder)!r}, which has no store.sqlite; name the --output of a reproduction")
+    results = collect(folder, arguments.scale, False if arguments.quiet else None)
+    if not results:
+        raise UserError(f"{folder} has no finished trial of an experiment; `betternorm reproduce` runs them")
+    written = page.write(results, arguments.out or folder / "report.html", arguments.title)
+    show(
+        table(
+            ["experiment", "scale", "trials", "claims"],
+            [[result.name, result.scale, len(result.rows), shared.tally(result.verdicts)] for result in results],
+        )
+    )
+    print(f"\n{written.resolve()}")
+    if arguments.files:
+        print(files.write(results, arguments.files)[0].resolve())
+    return OK
+
+
+def collect(folder: Path, scales: list[str] | None = None, watched: bool | None = None) -> list[Result]:
+    """All results that a store has rows for: the experiments at their scales, and the demo where none is asked for."""
+    wanted = [(name, scale) for scale in scales or experiments.SCALES for name in experiments.NAMES]
+    found = [experiments.results(folder, scale, [name]) for name, scale in track(wanted, "reading", show=watched)]
+    if not scales:
+        found.append(demo.results(folder))
+    return [result for results in found for result in results]
