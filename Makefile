@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 BROWSER := .venv/.browser
 
-.PHONY: demo test test-slow bench format clean
+.PHONY: demo test test-slow bench zoo format clean
 
 demo: $(READY)
 	$(BIN)/betternorm demo --output build/demo
@@ -20,6 +20,11 @@ test-slow: $(READY) $(BROWSER)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks
+
+# Every architecture of timm with BatchNorm, about an hour; it goes on where it was interrupted.
+zoo: $(READY)
+	mkdir -p build
+	$(BIN)/python benchmarks/zoo.py --json build/zoo.json
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
