@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from betternorm.alpha import tune_alpha
 from betternorm.integrations.checkpoints import load_checkpoint
 from betternorm.integrations.models import load_model
 from betternorm.lab.data import Data, Loader, load
@@ -64,13 +63,11 @@ class Curve(Trial):
             data = replace(data, facts=replace(data.facts, **_pixels(network.pretrained_cfg)))
         convert(network, "weighed")
         loader = Loader(data, getattr(data, self.split), 250, workers=runtime.workers)
-        found = tune_alpha(
+        found = suite.tuned(
             network,
             loader,
-            JUDGED_BY,
             grid=self.alphas,
             limit=self.limit,
-            insist=True,
             resume=folder / "search.pt",
             progress=runtime.show,
         )

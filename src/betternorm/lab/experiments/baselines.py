@@ -12,14 +12,14 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from betternorm.alpha import tune_alpha, weighed_layers
+from betternorm.alpha import weighed_layers
 from betternorm.lab.data import Loader
 from betternorm.lab.experiments import suite
 from betternorm.lab.experiments.combined import GROUPS
 from betternorm.lab.experiments.suite import Findings, Label, Runs
 from betternorm.lab.experiments.tasks import TASKS, at_batch_size, with_norm, with_renorm
 from betternorm.lab.results import Figure, Table
-from betternorm.lab.training import JUDGED_BY, Config, evaluate, load_data
+from betternorm.lab.training import Config, evaluate, load_data
 from betternorm.lab.trials import Progress, Runtime, Trial
 
 TITLE = "Batch, group, layer, instance, renorm, switchable"
@@ -40,15 +40,8 @@ class AlphaALayer(Config):
         config = Config(**{item.name: getattr(self, item.name) for item in fields(Config)})
         network = suite.network_of(config, folder, runtime)
         data = load_data(config, runtime)
-        found = tune_alpha(
-            network,
-            Loader(data, data.validation, 250),
-            JUDGED_BY,
-            grid=config.alpha_grid or None,
-            per_layer=True,
-            insist=True,
-            progress=False,
-        )
+        validation = Loader(data, data.validation, 250)
+        found = suite.tuned(network, validation, grid=config.alpha_grid or None, per_layer=True, progress=False)
         for name, layer in weighed_layers(network).items():
             layer.alpha = found.per_layer.alphas[name]
         (row,) = evaluate(network, Loader(data, data.validation if data.test is None else data.test, 250))

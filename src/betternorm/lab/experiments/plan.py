@@ -71,8 +71,8 @@ def describe(names: Sequence[str], scale: str, seeds: int | None, words: Sequenc
         [
             table(headers, rows),
             f"Rule: a GPU does {GPU_SPEED / 1e12:g} T operations a second (one A100-class GPU in practice); this CPU "
-            f"was timed on {IMAGES} images a step, with {torch.get_num_threads()} threads. Reading images and tuning alpha "
-            "are not counted.",
+            f"was timed on {IMAGES} images a step, with {torch.get_num_threads()} threads. Neither reading images nor "
+            "tuning alpha is counted.",
             table(["data", "to fetch, GB", "on disk, GB"], fetched),
             "one machine, one GPU:    " + f"{command} --data-root DATA --download",
             "one machine, 8 GPUs:     " + f"{command} --data-root DATA --engine ray",

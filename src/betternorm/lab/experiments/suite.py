@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +12,11 @@ from typing import Any
 
 from torch import nn
 
+from betternorm.alpha import AlphaSearch, tune_alpha
 from betternorm.lab import stats
 from betternorm.lab.results import Figure, Outcome, Series, Table, Verdict
 from betternorm.lab.store import Row, Store
-from betternorm.lab.training import Config, trained
+from betternorm.lab.training import JUDGED_BY, Config, trained
 from betternorm.lab.training import run as train
 from betternorm.lab.trials import Runtime
 
@@ -204,6 +206,13 @@ def network_file(config: Config, folder: Path, runtime: Runtime) -> Path:
     with Store(folder.parent.parent).claim(config.key):
         train(config, place, runtime)
     return place / "model.pt"
+
+
+def tuned(network: nn.Module, loader: Iterable[Any], **options: Any) -> AlphaSearch:
+    """:func:`betternorm.tune_alpha` that sets the best alpha, and leaves it to the row to say that it may be chance."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="the gain in", category=UserWarning)
+        return tune_alpha(network, loader, JUDGED_BY, insist=True, **options)
 
 
 def data_file(name: str, runtime: Runtime) -> Path:
