@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import pickle
 from dataclasses import replace
+from urllib.error import URLError
 
 import numpy as np
 import pytest
@@ -389,7 +390,7 @@ def not_npz(folder):
         ),
         (lambda folder: ("cifra10", {}), "'cifra10'; it has to be one of digits, cifar10"),
         (lambda folder: ("svhn", {}), "put train_32x32.mat, extra_32x32.mat and test_32x32.mat or svhn.npz there"),
-        (lambda folder: ("cub2011", {}), "is not in"),
+        (lambda folder: ("cub2011", {}), "is not in .*BETTERNORM_DATA$"),
         (lambda folder: ("digits", {"classes": 11}), "classes is 11; digits has 10"),
         (lambda folder: ("digits", {"train_examples": 5000}), "train_examples is 5000"),
         (lambda folder: ("digits", {"image_size": -1}), "image_size is -1"),
@@ -400,6 +401,15 @@ def test_what_cannot_be_loaded_says_why_in_one_line(tmp_path, make, words):
     with pytest.raises(UserError, match=words) as problem:
         data.load(name, tmp_path, **options)
     assert "\n" not in str(problem.value)
+
+
+def test_a_download_that_fails_says_so(tmp_path, monkeypatch):
+    def fetch(self):
+        raise URLError("no route to host")
+
+    monkeypatch.setattr(data._torchvision().CIFAR10, "download", fetch)
+    with pytest.raises(UserError, match=r"dataset cifar10 could not be fetched into .*no route to host"):
+        data.load("cifar10", tmp_path, download=True)
 
 
 def test_a_corrupt_photograph_in_a_stream_is_named(tmp_path):

@@ -433,3 +433,13 @@ def test_torch_is_left_as_it_was(tmp_path):
     training.run(SMALL, tmp_path, HERE)
     assert not torch.are_deterministic_algorithms_enabled()
     assert torch.utils.deterministic.fill_uninitialized_memory
+
+
+@pytest.mark.slow
+def test_a_compiled_network_is_the_same_network(tmp_path):
+    training.run(SMALL, tmp_path / "plain", HERE)
+    training.run(SMALL, tmp_path / "compiled", replace(HERE, compile=True))
+    first, second = weights(tmp_path / "plain"), weights(tmp_path / "compiled")
+    assert first.keys() == second.keys()
+    for name in first:
+        assert torch.allclose(first[name].double(), second[name].double(), atol=1e-4), name

@@ -40,6 +40,7 @@ class Facts:
     channels: int = 3
     padding: int = 0  # on each side, before the random crop; 0: one eighth of the side
     flip: bool = True
+    fetched: bool = True  # whether torchvision can download it
 
 
 DATASETS: dict[str, Facts] = {
@@ -61,12 +62,19 @@ DATASETS: dict[str, Facts] = {
     "caltech101": Facts("Caltech-101", 101, 64, "caltech101/101_ObjectCategories/"),
     "caltech256": Facts("Caltech-256", 256, 299, "caltech256/256_ObjectCategories/"),
     "flowers102": Facts("Oxford Flowers-102", 102, 224, "flowers-102/ with jpg/, imagelabels.mat and setid.mat"),
-    "cub2011": Facts("CUB-200-2011", 200, 224, "CUB_200_2011/ with images/, images.txt and train_test_split.txt"),
+    "cub2011": Facts(
+        "CUB-200-2011",
+        200,
+        224,
+        "CUB_200_2011/ with images/, images.txt and train_test_split.txt",
+        fetched=False,
+    ),
     "imagenet": Facts(
         "ImageNet",
         1000,
         224,
         "train/ and val/ with a folder a class, and ILSVRC2012_devkit_t12.tar.gz or meta.bin",
+        fetched=False,
     ),
 }
 
@@ -127,7 +135,7 @@ def load(
         train_examples: keep so many training examples, chosen once for all.
         download: fetch what is missing, where torchvision can.
     """
-    where = Path(root or os.environ.get("BETTERNORM_DATA") or "data")
+    where = Path(root or os.environ.get("BETTERNORM_DATA") or "data").expanduser()
     return _load(name, where, image_size, classes, train_examples, download)
 
 
@@ -270,11 +278,13 @@ def _read(name: str, root: Path, download: bool) -> tuple[Facts, dict[str, Split
     try:
         return facts, _paper_split(name, READERS[name](root, download))
     except (RuntimeError, OSError, KeyError) as problem:
-        if isinstance(problem, OSError) and problem.errno not in (None, 2, 20):
-            raise UserError(f"dataset {name} cannot be read from {root}: {problem}") from problem
+        said = (str(problem).splitlines() or [""])[0]
+        if download and facts.fetched:
+            raise UserError(f"dataset {name} could not be fetched into {root.resolve()}: {said}") from problem
+        fetch = ", or fetch it with --download" if facts.fetched else ""
         raise UserError(
-            f"dataset {name} ({facts.title}) is not in {root.resolve()}: put {facts.layout} or {name}.npz there, "
-            f"say where it is with --data-root or BETTERNORM_DATA, or fetch it with --download"
+            f"dataset {name} ({facts.title}) is not in {root.resolve()}, or not whole: "
+            f"put {facts.layout} or {name}.npz there, or say where it is with --data-root or BETTERNORM_DATA{fetch}"
         ) from problem
 
 

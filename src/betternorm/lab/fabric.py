@@ -6,7 +6,10 @@ processes imports it once.
 
 from __future__ import annotations
 
+import inspect
 import os
+
+from torch.nn.parallel import DistributedDataParallel
 
 from betternorm.cli import UserError
 from betternorm.integrations.torchvision import ready
@@ -25,7 +28,9 @@ def launch(precision: str, runtime: Runtime) -> Fabric:
         devices = int(os.environ["LOCAL_WORLD_SIZE"])
         nodes = int(os.environ["WORLD_SIZE"]) // devices
     # Buffers are not broadcast from the first process at each step: that would throw the others' statistics away.
-    strategy = DDPStrategy(broadcast_buffers=False) if devices * nodes > 1 else "auto"
+    known = inspect.signature(DistributedDataParallel).parameters
+    switch = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    strategy = DDPStrategy(**{switch: False}) if devices * nodes > 1 else "auto"
     try:
         fabric = Fabric(
             accelerator=runtime.accelerator,

@@ -220,7 +220,9 @@ def evaluate(
         set_alpha(model, before)
     model.train(was_training)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.all_reduce(sums)  # every process saw its own part of the split
+        shared = sums.to(next(model.parameters()).device)  # where its processes can meet
+        torch.distributed.all_reduce(shared)  # every process saw its own part of the split
+        sums = shared.cpu()
     means = (sums[..., 0] / sums[..., 1]).tolist()
     return [dict(zip(JUDGED_BY, row, strict=True)) for row in means]
 
@@ -244,6 +246,12 @@ class Session:
             steps=config.steps_per_epoch,
         )
         self.steps_per_epoch = len(self.train_loader)
+        shares = self.fabric.world_size * config.accumulate
+        if config.batch_size % shares:
+            raise UserError(
+                f"batch_size is {config.batch_size}; it has to be a multiple of {shares}, the "
+                f"{self.fabric.world_size} processes times accumulate={config.accumulate}"
+            )
         _seed(config.seed + self.fabric.global_rank)
         self.model = build_model(config, self.data, _weights_of(config, folder))
         if runtime.channels_last:
@@ -342,7 +350,7 @@ class Session:
         config, started = self.config, time.perf_counter()
         self.train_loader.set_epoch(self.epoch)
         self.model.train()
-        totals = torch.zeros(3, dtype=torch.float64)  # loss, right answers, examples
+        totals = torch.zeros(3, dtype=torch.float64, device=self.device)  # loss, right answers, examples
         for number, (images, labels) in enumerate(self.train_loader):
             step = self.epoch * self.steps_per_epoch + number
             rate = learning_rate(config, step, self.steps_per_epoch)
@@ -354,7 +362,7 @@ class Session:
                     f"the loss is {loss} at step {step} (epoch {self.epoch}) with learning rate {rate:g}; "
                     f"try a lower learning_rate than {config.learning_rate:g}, or warmup_epochs"
                 )
-            totals += torch.tensor([loss * len(labels), right, len(labels)], dtype=torch.float64)
+            totals += torch.tensor([loss * len(labels), right, len(labels)], dtype=torch.float64, device=self.device)
             if bar.show:
                 seen = totals[2].item() * self.fabric.world_size
                 speed = seen / (time.perf_counter() - started)
