@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 
@@ -36,3 +37,9 @@ def ready() -> None:
                 library.define(schema)
         _declared.append(library)
         importlib.import_module("torchvision")
+
+
+def ready_if_installed() -> None:
+    """The same before importing a library that can do without torchvision."""
+    with contextlib.suppress(ImportError):
+        ready()

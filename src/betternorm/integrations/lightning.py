@@ -1,0 +1,148 @@
+"""A callback for Lightning's Trainer: the right norm before training, decay where it can act, alpha tuned after it."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import nn, optim
+
+from betternorm.advice import upgrade
+from betternorm.alpha import AlphaSearch, get_alpha, set_alpha, tune_alpha, weighed_layers
+from betternorm.batches import Forward
+from betternorm.decay import param_groups
+from betternorm.integrations import torchvision as torchvision_support
+from betternorm.surgery import convert
+
+torchvision_support.ready_if_installed()  # Lightning imports it
+
+from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
+from lightning.pytorch.utilities import rank_zero_info  # noqa: E402
+
+# What torch's schedulers keep, one for each group of the optimizer.
+_PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs")
+
+
+class BetterNorm(Callback):
+    """Convert the module at the start, regroup its optimizers, and tune alpha on the validation data at the end.
+
+    Conversion happens before ``configure_optimizers`` and before the module is wrapped for several devices, on resuming
+    and on testing too, so checkpoints of such a run always fit. Outside of a Trainer, convert a module before it loads
+    a checkpoint that has alphas: ``convert(module, "weighed")``.
+
+    Args:
+        batch_size: the examples that one process normalises together; the norm is then what
+            :func:`betternorm.advise` names.
+        to, options: or exactly this, as for :func:`betternorm.convert`. With neither, layers are converted to
+            "weighed", which trains as before.
+        norm_decay: of gammas and betas: ``"auto"`` (where it can act), ``"all"`` or ``"none"``. Groups of an optimizer
+            that have a weight decay keep it for what :func:`betternorm.param_groups` would decay; the rest moves into
+            groups of its own, in the schedulers too. None leaves the optimizers alone. The module's
+            ``example_input_array`` is used where it has one.
+        tune: whether to tune alpha at the end of training, on the (first) validation loader.
+        objective, forward: as for :func:`betternorm.tune_alpha`. With several processes the first one tunes, on its
+            share of the data, and the others follow.
+
+    Attributes:
+        found: the :class:`betternorm.AlphaSearch`, after training.
+
+    Examples::
+
+        trainer = Trainer(callbacks=[BetterNorm(batch_size=128)])
+        trainer.fit(module, train_loader, val_loader)
+    """
+
+    def __init__(
+        self,
+        batch_size: int | None = None,
+        *,
+        to: str | None = None,
+        norm_decay: str | None = "auto",
+        tune: bool = True,
+        objective: str = "cross_entropy",
+        forward: Forward | None = None,
+        **options: Any,
+    ) -> None:
+        if batch_size is not None and to is not None:
+            raise ValueError(f"batch_size={batch_size} asks for advice and to={to!r} says what to do; give one of them")
+        if options and to is None:
+            raise TypeError(f"{', '.join(options)}: options are those of a conversion that to=... names")
+        if norm_decay not in ("auto", "all", "none", None):
+            raise ValueError(f'norm_decay is {norm_decay!r}; it must be "auto", "all", "none" or None')
+        self.batch_size, self.to, self.options = batch_size, to, options
+        self.norm_decay, self.tune, self.objective, self.forward = norm_decay, tune, objective, forward
+        self.found: AlphaSearch | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if weighed_layers(pl_module):
+            return  # another stage of the same module
+        if self.batch_size is not None:
+            upgrade(pl_module, self.batch_size, verbose=trainer.is_global_zero)
+        else:
+            convert(pl_module, self.to or "weighed", **self.options)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.norm_decay is None:
+            return
+        example = pl_module.example_input_array
+        if isinstance(example, torch.Tensor):
+            example = example.to(pl_module.device)
+        groups = param_groups(pl_module, 1.0, self.norm_decay, example_input=example)
+        decayed = {parameter for group in groups if group["weight_decay"] for parameter in group["params"]}
+        for optimizer in trainer.optimizers:
+            added = regroup(optimizer, decayed)
+            for config in trainer.lr_scheduler_configs:
+                _extend(config.scheduler, optimizer, added)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not self.tune:
+            return
+        loader = trainer.val_dataloaders
+        if isinstance(loader, (list, tuple)):
+            loader = loader[0] if loader else None
+        if loader is None:
+            warnings.warn("alpha was not tuned: the Trainer has no validation data", stacklevel=2)
+            return
+        if trainer.is_global_zero:
+            with torch.inference_mode(False):
+                self.found = tune_alpha(pl_module, loader, objective=self.objective, forward=self.forward)
+            rank_zero_info(str(self.found))
+        set_alpha(pl_module, trainer.strategy.broadcast(get_alpha(pl_module)))
+
+
+def regroup(optimizer: optim.Optimizer, decayed: set[nn.Parameter]) -> list[int]:
+    """Take the weight decay off all parameters but these, in groups of their own with all other options the same.
+
+    Returns the group that each added one was taken from.
+    """
+    added = []
+    for index, group in enumerate(list(optimizer.param_groups)):
+        if not group.get("weight_decay"):
+            continue
+        stays = [parameter in decayed for parameter in group["params"]]
+        if not any(stays):
+            group["weight_decay"] = 0.0
+        elif not all(stays):
+            rest = {**group, "weight_decay": 0.0}
+            for key in ("params", "param_names"):
+                if key in group:
+                    rest[key] = [item for item, stay in zip(group[key], stays, strict=True) if not stay]
+                    group[key] = [item for item, stay in zip(group[key], stays, strict=True) if stay]
+            if "param_names" in rest:  # how add_param_group wants them
+                rest["params"] = list(zip(rest.pop("param_names"), rest["params"], strict=True))
+            optimizer.add_param_group(rest)
+            added.append(index)
+    return added
+
+
+def _extend(scheduler: Any, optimizer: optim.Optimizer, added: list[int]) -> None:
+    """Let a scheduler treat the added groups like those they were taken from."""
+    for inner in getattr(scheduler, "_schedulers", ()):
+        _extend(inner, optimizer, added)
+    if getattr(scheduler, "optimizer", None) is not optimizer:
+        return
+    for name in _PER_GROUP:
+        values = getattr(scheduler, name, None)
+        if isinstance(values, list):
+            values.extend([values[index] for index in added])
