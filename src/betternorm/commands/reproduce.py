@@ -8,7 +8,6 @@ from betternorm.cli import FINDING, OK
 from betternorm.commands.train import RUNTIME
 from betternorm.lab import engines, experiments
 from betternorm.lab.experiments import plan
-from betternorm.lab.experiments.suite import RULE
 from betternorm.lab.results import Result
 from betternorm.lab.store import FAILED, Store
 from betternorm.lab.trials import Runtime, process_rank
@@ -81,7 +80,6 @@ def run(arguments: argparse.Namespace) -> int:
         return OK
     for result in results:
         print(shown(result))
-    print(RULE)
     if arguments.pages:
         write_pages(folder, arguments.scale, arguments.pages)
     return FINDING if any(row.status == FAILED for row in store.rows(status=FAILED)) else OK

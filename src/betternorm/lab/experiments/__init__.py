@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import importlib
+import inspect
 import json
 import os
 import sys
@@ -20,12 +21,17 @@ from typing import Any
 
 from betternorm.cli import UserError
 from betternorm.lab import engines
-from betternorm.lab.experiments.suite import Runs
+from betternorm.lab.experiments.suite import RULE, Runs
 from betternorm.lab.results import Result
 from betternorm.lab.store import DONE, Row, Store
 from betternorm.lab.trials import Runtime, Trial
 
-SCALES = ("smoke", "small", "paper")
+SCALES = {  # what a page has to say about them
+    "smoke": "Smoke scale: a second or two of training on scikit-learn's digits. It shows that everything runs, no more.",
+    "small": "Small scale: small images, small residual networks and short trainings on a CPU. What it shows is the "
+    "direction of an effect, not its size on the paper's data; the settings are at the end.",
+    "paper": "Paper scale: the paper's data, networks and batch sizes. It gives no learning rates or training lengths.",
+}
 SEEDS = {"smoke": 2, "small": 3, "paper": 3}  # where a module does not say otherwise
 
 NAMES = (  # in the order of the paper
@@ -152,7 +158,8 @@ def result(name: str, scale: str, store: Store, seeds: int | None = None) -> Res
         failed += [row for row in found if row is not None and row.error]
     findings = experiment.conclude(Runs(scale, rows))
     command = f"betternorm reproduce {name} --scale {scale}"
-    notes = [findings.notes] if findings.notes else []
+    _, _, claims = inspect.cleandoc(experiment.__doc__).partition("\n\n")  # what the paper says
+    notes = [" ".join(claims.split()), SCALES[scale], findings.notes, RULE]
     if missing:
         total = missing + sum(map(len, rows.values()))
         notes.append(f"{missing} of {total} trials have not been run yet; `{command}` runs those and no others.")
@@ -167,5 +174,5 @@ def result(name: str, scale: str, store: Store, seeds: int | None = None) -> Res
         figures=findings.figures,
         verdicts=findings.verdicts,
         rows=list({row.key: row for arm in rows.values() for row in arm}.values()),
-        notes="\n\n".join(notes),
+        notes="\n\n".join(note for note in notes if note),
     )

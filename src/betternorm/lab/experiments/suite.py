@@ -185,7 +185,7 @@ def together(claim: str, parts: Sequence[Verdict]) -> Verdict:
         outcome = Outcome.SEEN
     else:
         outcome = Outcome.NOT_SEEN if Outcome.NOT_SEEN in outcomes else Outcome.UNDECIDED
-    return Verdict(claim, outcome, "; ".join(f"{part.claim}: {part.evidence}" for part in parts))
+    return Verdict(claim, outcome, "; ".join(part.evidence for part in parts))
 
 
 def best(points: Mapping[Any, Sequence[float]], higher: bool = True) -> Any:
