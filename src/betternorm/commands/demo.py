@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import textwrap
 import webbrowser
 from dataclasses import asdict
 from pathlib import Path
@@ -49,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def text(result: Result) -> str:
     """The notes, tables and verdicts of a result as plain text."""
-    parts = [result.notes]
+    parts = [textwrap.fill(paragraph, 100) for paragraph in result.notes.split("\n\n")]
     parts += [f"{item.title}\n\n{table(item.headers, item.rows)}" for item in result.tables]
     parts.append("\n".join(f"{verdict.outcome.value}: {verdict.claim}" for verdict in result.verdicts))
     return "\n\n".join(parts)

@@ -11,7 +11,7 @@ import pytest
 
 from betternorm.cli import UserError
 from betternorm.lab.report import page, shared
-from betternorm.lab.results import Figure, Series
+from betternorm.lab.results import Figure, Series, Table
 
 from . import examples
 
@@ -184,6 +184,12 @@ def test_two_scales_of_an_experiment_stand_side_by_side():
     small = replace(examples.decay(), scale="small")
     read = Page(page.page([examples.decay(), small]))
     assert [attributes["id"] for attributes, _ in read.all("section")] == ["decay-smoke", "decay-small"]
+    assert read.texts("h2")[1:] == ["Decay on gamma and beta (smoke)", "Decay on gamma and beta (small)"]
+
+
+def test_a_table_that_has_nothing_yet_says_so():
+    empty = replace(examples.decay(), tables=[Table("By seed", ["seed", "top-1"], [])])
+    assert "By seed: nothing has been run yet." in Page(page.page([empty])).texts("p")
 
 
 def test_series_can_be_told_apart_in_both_schemes():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,10 +30,10 @@ def write(results: Sequence[Result], folder: str | os.PathLike[str]) -> list[Pat
     folder = Path(folder)
     make_folder(folder)
     written = [_text(folder / "index.md", _index(results))]
-    for name, result in zip(shared.names(results), results, strict=True):
+    for name, title, result in zip(shared.names(results), shared.titles(results), results, strict=True):
         own = folder / name
         make_folder(own)
-        written.append(_text(folder / f"{name}.md", markdown(result, name)))
+        written.append(_text(folder / f"{name}.md", markdown(replace(result, title=title), name)))
         for number, figure in enumerate(result.figures, 1):
             written += save(draw(figure), own / f"figure-{number}")
         for number, table in enumerate(result.tables, 1):

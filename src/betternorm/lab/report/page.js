@@ -74,7 +74,8 @@
 
   function drawLines(width, figure, pinned) {
     const values = figure.series.flatMap((series) => [...series.y, ...(series.low || []), ...(series.high || [])]);
-    const ticks = niceTicks(extent([...values, ...figure.levels.map((level) => level.y)], 0.06), 5);
+    const range = extent([...values, ...figure.levels.map((level) => level.y)], 0.06);
+    const ticks = niceTicks(range, 5);
     const labels = ticks.map(format);
     const frame = {
       left: 14 + 7 * Math.max(...labels.map((label) => label.length)),
@@ -82,7 +83,7 @@
       top: 10,
       bottom: Math.round(Math.min(320, Math.max(190, width * 0.5))),
     };
-    const y = scale([ticks[0], ticks[ticks.length - 1]], [frame.bottom, frame.top]);
+    const y = scale(range, [frame.bottom, frame.top]);
     const x = horizontal(figure, frame);
     const svg = makeSvg(width, frame.bottom + 24);
 
@@ -160,9 +161,7 @@
     if (apart && all.length <= 12) return all;
     const [low, high] = [all[0], all[all.length - 1]];
     if (!figure.logX) {
-      return niceTicks([low, high], Math.max(2, Math.floor((frame.right - frame.left) / 80))).filter(
-        (tick) => tick >= low && tick <= high,
-      );
+      return niceTicks([low, high], Math.max(2, Math.floor((frame.right - frame.left) / 80)));
     }
     const ticks = low > 0 ? [] : [low];
     const smallest = all.find((value) => value > 0) || 1;
@@ -190,9 +189,10 @@
     const high = 24 + thick * figure.series.length + 8;
     const values = figure.series.flatMap((series) => [...series.y, ...(series.low || []), ...(series.high || [])]);
     const all = [...values, ...figure.levels.map((level) => level.y), ...(figure.fromZero ? [0] : [])];
-    const ticks = niceTicks(extent(all, figure.fromZero ? 0 : 0.06), Math.max(3, Math.floor(width / 110)));
+    const range = extent(all, figure.fromZero ? 0 : 0.06);
+    const ticks = niceTicks(range, Math.max(3, Math.floor(width / 110)));
     const frame = { left: 8, right: width - 56, top: 4, bottom: 4 + high * figure.positions.length };
-    const x = scale([ticks[0], ticks[ticks.length - 1]], [frame.left + 6, frame.right - 6]);
+    const x = scale(range, [frame.left + 6, frame.right - 6]);
     const svg = makeSvg(width, frame.bottom + 24);
 
     for (const tick of ticks) {
@@ -209,7 +209,7 @@
     svg.append(marks);
     figure.positions.forEach((position, row) => {
       const top = frame.top + row * high;
-      svg.append(text("category", frame.left, top + 16, position, "start"));
+      svg.append(text("category", frame.left + 14, top + 16, position, "start"));
       figure.series.forEach((series, number) => {
         const i = series.x.indexOf(position);
         if (i < 0 || series.y[i] === null) return;
@@ -308,13 +308,13 @@
     return padding || high === low ? [low - extra, high + extra] : [low, high];
   }
 
-  // Round numbers that reach around an interval, about so many.
+  // Round numbers inside an interval, about so many.
   function niceTicks([low, high], about) {
     const rough = (high - low) / about || 1;
     const power = 10 ** Math.floor(Math.log10(rough));
     const step = [1, 2, 2.5, 5, 10].map((digit) => digit * power).find((size) => size >= rough * 0.999);
     const ticks = [];
-    for (let number = Math.floor(low / step + 1e-9); number * step < high + step * 0.999; number++) {
+    for (let number = Math.ceil(low / step - 1e-9); number * step <= high + step * 1e-9; number++) {
       ticks.push(Number((number * step).toPrecision(12)));
     }
     return ticks;

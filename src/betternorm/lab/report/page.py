@@ -37,16 +37,16 @@ def write(results: Sequence[Result], path: str | os.PathLike[str], title: str = 
 
 def page(results: Sequence[Result], title: str = "Results") -> str:
     """The whole page as text."""
-    names = shared.names(results)
+    named = list(zip(shared.names(results), shared.titles(results), results, strict=True))
     data: dict[str, Any] = {"charts": {}, "panels": {}}
-    sections = [_section(name, result, data) for name, result in zip(names, results, strict=True)]
+    sections = [_section(name, title, result, data) for name, title, result in named]
     return Template(_file("page.html")).substitute(
         version=__version__,
         title=escape(title),
         colours=_colours(),
         style=_file("page.css"),
         lead=_lead(results),
-        contents="\n".join(_entry(name, result) for name, result in zip(names, results, strict=True)),
+        contents="\n".join(_entry(name, title, result) for name, title, result in named),
         sections="\n".join(sections),
         # Inside a script element only "</" could end it, and JSON may write it so.
         data=json.dumps(data, allow_nan=False, ensure_ascii=False).replace("</", "<\\/"),
@@ -76,27 +76,25 @@ def _lead(results: Sequence[Result]) -> str:
 
 def _tally(verdicts: Sequence[Verdict]) -> str:
     """How many claims came to what, as figures with a word each."""
-    counts = [(outcome, sum(verdict.outcome is outcome for verdict in verdicts)) for outcome in Outcome]
     items = "".join(
         f'<li class="{BADGES[outcome][0]}"><span class="count">{count}</span> {outcome.value}</li>'
-        for outcome, count in counts
+        for outcome, count in shared.counts(verdicts).items()
     )
     return f'<ul class="tally" aria-label="Claims by outcome">{items}</ul>' if verdicts else ""
 
 
-def _entry(name: str, result: Result) -> str:
-    marks = "".join(_mark(verdict.outcome) for verdict in result.verdicts)
+def _entry(name: str, title: str, result: Result) -> str:
+    marks = "".join(
+        f'<span class="mark {BADGES[outcome][0]}">{BADGES[outcome][1]} {count}</span>'
+        for outcome, count in shared.counts(result.verdicts).items()
+        if count
+    )
     words = shared.tally(result.verdicts)
     tally = f'<span class="marks" aria-hidden="true">{marks}</span><span class="unseen">: {words}</span>'
-    return f'<li><a href="#{escape(name)}">{escape(result.title)}</a>{tally if words else ""}</li>'
+    return f'<li><a href="#{escape(name)}">{escape(title)}</a>{tally if words else ""}</li>'
 
 
-def _mark(outcome: Outcome) -> str:
-    style, sign = BADGES[outcome]
-    return f'<span class="mark {style}">{sign}</span>'
-
-
-def _section(name: str, result: Result, data: dict[str, Any]) -> str:
+def _section(name: str, title: str, result: Result, data: dict[str, Any]) -> str:
     """An experiment; what its charts need is added to ``data``."""
     parts = [f'<p class="place">{escape(shared.subtitle(result))}</p>']
     parts += [f"<p>{_prose(paragraph)}</p>" for paragraph in result.notes.split("\n\n") if paragraph.strip()]
@@ -109,7 +107,7 @@ def _section(name: str, result: Result, data: dict[str, Any]) -> str:
         parts.append("<h3>Tables</h3>")
         parts += map(_table, result.tables)
     parts.append(_provenance(result))
-    heading = f'<h2 id="{escape(name)}-title">{escape(result.title)}</h2>'
+    heading = f'<h2 id="{escape(name)}-title">{escape(title)}</h2>'
     body = "\n".join(parts)
     return f'<section id="{escape(name)}" aria-labelledby="{escape(name)}-title">{heading}\n{body}\n</section>'
 
@@ -118,7 +116,7 @@ def _verdict(verdict: Verdict) -> str:
     style, sign = BADGES[verdict.outcome]
     badge = f'<span class="badge {style}"><span aria-hidden="true">{sign}</span> {verdict.outcome.value}</span>'
     claim, evidence = _prose(verdict.claim), _prose(verdict.evidence)
-    return f'<li>{badge}<p class="claim">{claim}</p><p class="evidence">{evidence}</p></li>'
+    return f'<li>{badge}<div><p class="claim">{claim}</p><p class="evidence">{evidence}</p></div></li>'
 
 
 def _panels(figures: Sequence[Figure]) -> list[list[Figure]]:
@@ -142,8 +140,7 @@ def _panel(name: str, number: int, figures: Sequence[Figure], data: dict[str, An
     panel = f"{name}-panel-{number}"
     charts = [f"{panel}-chart-{place}" for place in range(1, len(figures) + 1)]
     data["charts"] |= {chart: _chart_data(figure) for chart, figure in zip(charts, figures, strict=True)}
-    keyed = any(len(figure.series) > 1 for figure in figures)  # all or none, so that charts stand in line
-    drawn = "\n".join(_figure(chart, figure, keyed) for chart, figure in zip(charts, figures, strict=True))
+    drawn = "\n".join(map(_figure, charts, figures))
     if not _slides(figures[0]):
         return drawn
     data["panels"][panel] = {"positions": shared.positions(figures), "charts": charts}
@@ -166,7 +163,7 @@ def _slider(panel: str, figures: Sequence[Figure]) -> str:
 </div>"""
 
 
-def _figure(chart: str, figure: Figure, keyed: bool) -> str:
+def _figure(chart: str, figure: Figure) -> str:
     label = f"Chart: {figure.title}. {figure.y_label} by {figure.x_label}. Arrow keys read off the points."
     legend = [
         f'<li><svg class="swatch s{number % len(shared.COLOURS)}" viewBox="0 0 24 8" aria-hidden="true">'
@@ -174,12 +171,12 @@ def _figure(chart: str, figure: Figure, keyed: bool) -> str:
         f"{escape(series.name)}</li>"
         for number, series in enumerate(figure.series)
     ]
-    key = f'<ul class="legend">{"".join(legend)}</ul>' if keyed else ""
     across, along = figure.y_label, figure.x_label
     if shared.categorical(figure):  # lies on its side
         across, along = along, across
     return f"""<figure>
-<figcaption>{escape(figure.title)}</figcaption>{key}
+<figcaption>{escape(figure.title)}</figcaption>
+<ul class="legend">{"".join(legend)}</ul>
 <p class="axis" aria-hidden="true">{escape(across)}</p>
 <div class="plot"><div class="chart" id="{chart}" tabindex="0" role="img" aria-label="{escape(label)}"></div>
 <div class="tip" role="status"></div></div>
@@ -225,6 +222,8 @@ def _table(table: Table) -> str:
     body = [[shown(value) for value in row] for row in table.rows]
     right = [bool(body) and all(is_number(row[column]) for row in body) for column in range(len(table.headers))]
     label, head = escape(table.title), _cells("th", table.headers, right)
+    if not body:
+        return f'<p class="hint">{label}: nothing has been run yet.</p>'
     lines = "".join(f"<tr>{_cells('td', row, right)}</tr>" for row in body)
     return f"""<div class="scroll" tabindex="0" role="group" aria-label="{label}"><table>
 <caption>{label}</caption><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>"""

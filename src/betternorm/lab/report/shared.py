@@ -31,8 +31,17 @@ DASHES = ("", "6 3", "2 3", "9 3 2 3", "12 4")
 
 def names(results: Sequence[Result]) -> list[str]:
     """One for each result, fit for a file and an anchor: its name, with the scale where a name comes twice."""
+    return [f"{result.name}-{result.scale}" if twice else result.name for result, twice in _repeated(results)]
+
+
+def titles(results: Sequence[Result]) -> list[str]:
+    """One for each result, with the scale where an experiment comes twice."""
+    return [f"{result.title} ({result.scale})" if twice else result.title for result, twice in _repeated(results)]
+
+
+def _repeated(results: Sequence[Result]) -> list[tuple[Result, bool]]:
     often = Counter(result.name for result in results)
-    return [result.name if often[result.name] == 1 else f"{result.name}-{result.scale}" for result in results]
+    return [(result, often[result.name] > 1) for result in results]
 
 
 def subtitle(result: Result) -> str:
@@ -41,10 +50,15 @@ def subtitle(result: Result) -> str:
     return " · ".join(part for part in (result.place, f"scale {result.scale}" if result.scale else "", count) if part)
 
 
+def counts(verdicts: Iterable[Verdict]) -> dict[Outcome, int]:
+    """How many claims came to what, in the order of the outcomes."""
+    found = Counter(verdict.outcome for verdict in verdicts)
+    return {outcome: found[outcome] for outcome in Outcome}
+
+
 def tally(verdicts: Iterable[Verdict]) -> str:
-    """``3 seen, 1 not seen``: how many claims came to what; empty without claims."""
-    counts = Counter(verdict.outcome for verdict in verdicts)
-    return ", ".join(f"{counts[outcome]} {outcome.value}" for outcome in Outcome if counts[outcome])
+    """The same in words, ``3 seen, 1 not seen``; empty without claims."""
+    return ", ".join(f"{count} {outcome.value}" for outcome, count in counts(verdicts).items() if count)
 
 
 def categorical(figure: Figure) -> bool:
