@@ -146,7 +146,8 @@ def test_rows_come_back_from_pages_as_they_were(tmp_path):
         "steps": 7,
     }
     before = Store(tmp_path / "before")
-    before.finish(first.key, first.kind, first.config, result=result, provenance={"seed": 0, "commit": "12e4"})
+    before.finish(first.key, first.kind, first.config, result=result, provenance={"seed": 0, "commit": "abc+"})
+    before.finish("another", "trial", {"seed": 1}, result={"list": [1]})  # whose columns the first does not have
     (tmp_path / "pages" / "ghost-size").mkdir(parents=True)
     export(before.rows(), tmp_path / "pages" / "ghost-size" / "rows.csv")
 
@@ -155,7 +156,7 @@ def test_rows_come_back_from_pages_as_they_were(tmp_path):
     (found,) = after.rows()
     assert found.result == result
     assert found.config == before.rows()[0].config
-    assert found.provenance["seed"] == 0
+    assert found.provenance == {"seed": 0, "commit": "abc+"}
     assert experiments.restore(tmp_path / "pages", "smoke", after, ["ghost-size"]) == 0
     assert experiments.restore(tmp_path / "elsewhere", "smoke", after) == 0
 

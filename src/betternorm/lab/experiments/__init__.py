@@ -27,7 +27,7 @@ from betternorm.lab.store import DONE, Row, Store
 from betternorm.lab.trials import Runtime, Trial
 
 SCALES = {  # what a page has to say about them
-    "smoke": "Smoke scale: a second or two of training on scikit-learn's digits. It shows that everything runs, no more.",
+    "smoke": "Smoke scale: a second or two of training on scikit-learn's digits. It shows that all runs, no more.",
     "small": "Small scale: small images, small residual networks and short trainings on a CPU. What it shows is the "
     "direction of an effect, not its size on the paper's data; the settings are at the end.",
     "paper": "Paper scale: the paper's data, networks and batch sizes. It gives no learning rates or training lengths.",
@@ -126,6 +126,9 @@ def restore(pages: str | os.PathLike[str], scale: str, store: Store, names: Sequ
     return taken
 
 
+EMPTY = ("", "NaN")  # what a table says where a trial has no such column
+
+
 def read_csv(path: Path) -> dict[str, dict[str, Any]]:
     """The finished rows of a file that :func:`betternorm.lab.store.export` wrote, by key, without empty cells."""
     if not path.is_file():
@@ -133,7 +136,7 @@ def read_csv(path: Path) -> dict[str, dict[str, Any]]:
     csv.field_size_limit(sys.maxsize)
     with open(path, newline="") as file:
         lines = [line for line in csv.DictReader(file) if line["status"] == DONE]
-    return {line["key"]: {name: _value(text) for name, text in line.items() if text} for line in lines}
+    return {line["key"]: {name: _value(text) for name, text in line.items() if text not in EMPTY} for line in lines}
 
 
 def _value(text: str) -> Any:
