@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.optim.swa_utils import AveragedModel, update_bn
 from torch.utils.checkpoint import checkpoint
 
@@ -314,6 +316,27 @@ def test_compiled_training_is_eager_training(fused, monkeypatch) -> None:
         for (name, found), wanted in zip(net.named_buffers(), eager.buffers(), strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4, msg=name)
     assert net[1].num_batches_tracked == 3
+
+
+@quiet_compiler
+@pytest.mark.skipif(not kernel.available(), reason=kernel.status())
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_a_compiled_graph_does_not_copy_the_gradient_into_another_format(memory_format) -> None:
+    torch.compiler.reset()
+    graphs = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
+        graphs.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
+        return make_boxed_func(graph.forward)
+
+    layer = GhostBatchNorm(4, 2)
+    x = torch.randn(6, 4, 3, 5).contiguous(memory_format=memory_format).requires_grad_()
+    y = torch.compile(layer, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep))(x)
+    y.backward(torch.randn_like(x))
+    forward, backward = graphs
+    assert "betternorm.forward.default" in forward
+    assert not [name for name in backward if "getitem" not in name and not name.startswith("betternorm")]
+    assert x.grad.is_contiguous(memory_format=memory_format)
 
 
 @needs_cxx

@@ -58,7 +58,11 @@ def grouped_batch_norm(
         return _across_processes(x, weight, bias, channels_per_group, examples_per_group, eps, process_group)
     groups = number_of_groups(x.shape[0], examples_per_group)
     if kernel.serves(x, channels_per_group) and (groups > 1 or channels_per_group > 1 or x.is_contiguous()):
-        pass
+        if torch.compiler.is_compiling():
+            # Straight to the operator: torch.compile makes every gradient that it hands to a Function contiguous, which
+            # for channels_last is a copy there and a copy back.
+            y, _, _, mean, var = kernel.forward(x, weight, bias, groups, channels_per_group, eps, True)
+            return y, mean, var
     elif groups == 1 and channels_per_group == 1 and _same_type(x, weight, bias):
         return _whole_batch(x, weight, bias, eps)
     elif torch.compiler.is_compiling():
@@ -233,6 +237,24 @@ class _Grouped(torch.autograd.Function):
         )
 
 
+def _setup_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, weight, bias, groups, channels_per_group, eps, _ = inputs
+    y, mean, rstd, batch_mean, batch_var = output
+    _Grouped.setup_context(
+        ctx, (x, weight, bias, channels_per_group, groups, eps), (y, batch_mean, batch_var, mean, rstd)
+    )
+
+
+def _operator_backward(ctx: Any, dy: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
+    with torch.no_grad():  # compiled graphs are differentiated once
+        return (*_Grouped.backward(ctx, dy), None)
+
+
+torch.library.register_autograd(
+    "betternorm::forward", _operator_backward, setup_context=_setup_operator, lib=kernel._operators
+)
+
+
 def _statistics(x: Tensor, channels_per_group: int, groups: int, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Mean and 1 / std of every group, (groups, C / channels_per_group), and mean and variance over the batch, (C)."""
     mean, var = _example_moments(x)
@@ -384,7 +406,7 @@ def _by_example(table: Tensor, x: Tensor, channels_per_group: int) -> Tensor:
 
 def _runs(examples: int, groups: int) -> list[tuple[int, int, int]]:
     """The examples as runs of groups of one size: first example, end, size. The larger groups come first."""
-    size, larger = divmod(examples, groups)
+    size, larger = examples // groups, examples % groups  # torch.compile knows no divmod of sizes that vary
     middle = larger * (size + 1)
     return [run for run in ((0, middle, size + 1), (middle, examples, size)) if run[0] < run[1]]
 
