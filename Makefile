@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 BROWSER := .venv/.browser
 
-.PHONY: demo test test-slow bench zoo format clean
+.PHONY: demo test test-slow bench zoo docs format clean
 
 demo: $(READY)
 	$(BIN)/betternorm demo --output build/demo
@@ -26,12 +26,16 @@ zoo: $(READY)
 	mkdir -p build
 	$(BIN)/python benchmarks/zoo.py --json build/zoo.json
 
+# Not quietly: mkdocs then counts no warnings, and --strict has nothing to go by.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir site
+
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv build dist site .mypy_cache .pytest_cache .ruff_cache
 
 # Without build isolation: a build environment of its own would fetch a second torch.
 $(READY): pyproject.toml constraints.txt
