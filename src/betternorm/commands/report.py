@@ -14,16 +14,16 @@ from betternorm.tables import table
 from betternorm.terminal import show
 
 EXAMPLES = """examples:
-  betternorm report runs                             runs/report.html, from all that has been run there
-  betternorm report runs --scale small --out results.html
-  betternorm report runs --files docs/results        Markdown, PNG, SVG and CSV too
+  betternorm report reproduction-smoke                  its report.html, from all that has been run there
+  betternorm report reproduction-small --out small.html
+  betternorm report betternorm-demo --files results     Markdown, PNG, SVG and CSV too
 
 The page is one file that needs no network; it shows what has been run so far, and says what is missing."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
-    parser.add_argument("folder", metavar="FOLDER", help="of the store: the --output of reproduce or demo")
+    parser.add_argument("folder", metavar="FOLDER", help="of the store, as reproduce and demo name it")
     parser.add_argument("--out", metavar="FILE", help="the page (FOLDER/report.html)")
     parser.add_argument("--files", metavar="FOLDER", help="write figures, tables, Markdown and raw rows there as well")
     parser.add_argument("--scale", nargs="+", choices=experiments.SCALES, help="only experiments at these scales")
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     folder = Path(arguments.folder)
     if not (folder / "store.sqlite").is_file():
-        raise UserError(f"FOLDER is {str(folder)!r}, which has no store.sqlite; name the --output of a reproduction")
+        raise UserError(f"FOLDER is {str(folder)!r}, which has no store.sqlite; name one that reproduce or demo wrote")
     results = collect(folder, arguments.scale, False if arguments.quiet else None)
     if not results:
         raise UserError(f"{folder} has no finished trial of an experiment; `betternorm reproduce` runs them")

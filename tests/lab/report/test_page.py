@@ -187,6 +187,16 @@ def test_two_scales_of_an_experiment_stand_side_by_side():
     assert read.texts("h2")[1:] == ["Decay on gamma and beta (smoke)", "Decay on gamma and beta (small)"]
 
 
+def test_what_all_notes_say_alike_is_said_once_at_the_head():
+    rule = "A claim is *seen* where the interval says so."
+    first, second = (replace(one, notes=f"{one.name} alone\n\n{rule}") for one in (examples.alpha(), examples.decay()))
+    read = Page(page.page([first, second]))
+    assert [text for text in read.texts("p") if text.startswith("A claim is seen")] == [rule.replace("*", "")]
+    assert rule.replace("*", "") in read.texts("header")[0]
+    assert [text for text in read.texts("p") if text.endswith("alone")] == ["alpha alone", "decay alone"]
+    assert rule.replace("*", "") in Page(page.page([first])).texts("section")[0]
+
+
 def test_a_table_that_has_nothing_yet_says_so():
     empty = replace(examples.decay(), tables=[Table("By seed", ["seed", "top-1"], [])])
     assert "By seed: nothing has been run yet." in Page(page.page([empty])).texts("p")

@@ -74,8 +74,8 @@
 
   function drawLines(width, figure, pinned) {
     const values = figure.series.flatMap((series) => [...series.y, ...(series.low || []), ...(series.high || [])]);
-    const range = extent([...values, ...figure.levels.map((level) => level.y)], 0.06);
-    const ticks = niceTicks(range, 5);
+    const range = extent([...values, ...figure.levels], 0.06);
+    const ticks = niceTicks(range, 7);
     const labels = ticks.map(format);
     const frame = {
       left: 14 + 7 * Math.max(...labels.map((label) => label.length)),
@@ -104,6 +104,8 @@
           const upper = run.map((i) => `${x(series.x[i])},${y(series.high[i])}`);
           const lower = run.map((i) => `${x(series.x[i])},${y(series.low[i])}`).reverse();
           group.append(make("polygon", { class: "band", points: [...upper, ...lower].join(" ") }));
+          const [at, i] = [x(series.x[run[0]]), run[0]];
+          if (run.length === 1) group.append(line("whisker", at, y(series.low[i]), at, y(series.high[i])));
         }
       }
       for (const run of runs(series, (i) => series.y[i] !== null)) {
@@ -115,10 +117,8 @@
       }
       svg.append(group);
     }
-    for (const level of figure.levels) {
-      if (level.y === null) continue;
-      svg.append(line("level", frame.left, y(level.y), frame.right, y(level.y)));
-      svg.append(text("", frame.right, y(level.y) - 5, `${level.name}: ${format(level.y)}`, "end"));
+    for (const level of figure.levels.filter((item) => item !== null)) {
+      svg.append(line("level", frame.left, y(level), frame.right, y(level)));
     }
     if (pinned !== null) svg.append(line("pinned", x(pinned), frame.top, x(pinned), frame.bottom));
     const marks = make("g");
@@ -147,10 +147,9 @@
     const all = figure.positions;
     if (!figure.logX) return scale(extent(all, 0), [frame.left + 6, frame.right - 6]);
     const logs = all.filter((value) => value > 0).map(Math.log);
-    const low = logs.length ? logs[0] : 0;
-    const high = logs.length ? logs[logs.length - 1] : 1;
+    const [low, high] = extent(logs, 0);
     const start = all[0] > 0 ? low : low - Math.max(0.15 * (high - low), 0.1);
-    const place = scale([start, high > start ? high : start + 1], [frame.left + 6, frame.right - 6]);
+    const place = scale([start, high], [frame.left + 6, frame.right - 6]);
     return (value) => place(value > 0 ? Math.log(value) : start);
   }
 
@@ -188,7 +187,7 @@
     const thick = 18;
     const high = 24 + thick * figure.series.length + 8;
     const values = figure.series.flatMap((series) => [...series.y, ...(series.low || []), ...(series.high || [])]);
-    const all = [...values, ...figure.levels.map((level) => level.y), ...(figure.fromZero ? [0] : [])];
+    const all = [...values, ...figure.levels, ...(figure.fromZero ? [0] : [])];
     const range = extent(all, figure.fromZero ? 0 : 0.06);
     const ticks = niceTicks(range, Math.max(3, Math.floor(width / 110)));
     const frame = { left: 8, right: width - 56, top: 4, bottom: 4 + high * figure.positions.length };
@@ -200,10 +199,8 @@
       svg.append(text("", x(tick), frame.bottom + 18, format(tick), "middle"));
     }
     if (figure.fromZero) svg.append(line("base", x(0), frame.top, x(0), frame.bottom));
-    for (const level of figure.levels) {
-      if (level.y === null) continue;
-      svg.append(line("level", x(level.y), frame.top, x(level.y), frame.bottom));
-      svg.append(text("", x(level.y), frame.top + 10, level.name, "middle"));
+    for (const level of figure.levels.filter((item) => item !== null)) {
+      svg.append(line("level", x(level), frame.top, x(level), frame.bottom));
     }
     const marks = make("g");
     svg.append(marks);

@@ -39,13 +39,14 @@ def page(results: Sequence[Result], title: str = "Results") -> str:
     """The whole page as text."""
     named = list(zip(shared.names(results), shared.titles(results), results, strict=True))
     data: dict[str, Any] = {"charts": {}, "panels": {}}
-    sections = [_section(name, title, result, data) for name, title, result in named]
+    common = _common(results)
+    sections = [_section(name, title, result, common, data) for name, title, result in named]
     return Template(_file("page.html")).substitute(
         version=__version__,
         title=escape(title),
         colours=_colours(),
         style=_file("page.css"),
-        lead=_lead(results),
+        lead=_lead(results, common),
         contents="\n".join(_entry(name, title, result) for name, title, result in named),
         sections="\n".join(sections),
         # Inside a script element only "</" could end it, and JSON may write it so.
@@ -67,11 +68,23 @@ def _colours() -> str:
     return f":root {{ {light} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}"
 
 
-def _lead(results: Sequence[Result]) -> str:
+def _paragraphs(result: Result) -> list[str]:
+    return [paragraph.strip() for paragraph in result.notes.split("\n\n") if paragraph.strip()]
+
+
+def _common(results: Sequence[Result]) -> list[str]:
+    """What the notes of all results say alike, such as the rule of the verdicts: a page says it once, at its head."""
+    if len(results) < 2:
+        return []
+    return [paragraph for paragraph in _paragraphs(results[0]) if all(paragraph in _paragraphs(r) for r in results)]
+
+
+def _lead(results: Sequence[Result], common: Sequence[str]) -> str:
     trials = len({row.key for result in results for row in result.rows})
     verdicts = [verdict for result in results for verdict in result.verdicts]
     words = f"{_count(len(results), 'experiment')}, {_count(trials, 'trial')}, {_count(len(verdicts), 'claim')}"
-    return f'<p class="lead">{words}.</p>\n{_tally(verdicts)}'
+    said = "".join(f"<p>{_prose(paragraph)}</p>" for paragraph in common)
+    return f'<p class="lead">{words}.</p>\n{_tally(verdicts)}{said}'
 
 
 def _tally(verdicts: Sequence[Verdict]) -> str:
@@ -94,10 +107,10 @@ def _entry(name: str, title: str, result: Result) -> str:
     return f'<li><a href="#{escape(name)}">{escape(title)}</a>{tally if words else ""}</li>'
 
 
-def _section(name: str, title: str, result: Result, data: dict[str, Any]) -> str:
-    """An experiment; what its charts need is added to ``data``."""
+def _section(name: str, title: str, result: Result, common: Sequence[str], data: dict[str, Any]) -> str:
+    """An experiment, without what is said at the head of the page; what its charts need is added to ``data``."""
     parts = [f'<p class="place">{escape(shared.subtitle(result))}</p>']
-    parts += [f"<p>{_prose(paragraph)}</p>" for paragraph in result.notes.split("\n\n") if paragraph.strip()]
+    parts += [f"<p>{_prose(paragraph)}</p>" for paragraph in _paragraphs(result) if paragraph not in common]
     if result.verdicts:
         parts.append(f"<h3>Claims</h3><ul class='claims'>{''.join(map(_verdict, result.verdicts))}</ul>")
     if result.figures:
@@ -165,24 +178,29 @@ def _slider(panel: str, figures: Sequence[Figure]) -> str:
 
 def _figure(chart: str, figure: Figure) -> str:
     label = f"Chart: {figure.title}. {figure.y_label} by {figure.x_label}. Arrow keys read off the points."
-    legend = [
-        f'<li><svg class="swatch s{number % len(shared.COLOURS)}" viewBox="0 0 24 8" aria-hidden="true">'
-        f'<line x1="0" y1="4" x2="24" y2="4" stroke-dasharray="{_dash(figure, number)}"/></svg>'
-        f"{escape(series.name)}</li>"
+    keys = [
+        _key(f"s{number % len(shared.COLOURS)}", _dash(figure, number), series.name)
         for number, series in enumerate(figure.series)
     ]
+    keys += [_key("level", "", f"{name}: {shown(level)}") for name, level in figure.levels.items()]
     across, along = figure.y_label, figure.x_label
     if shared.categorical(figure):  # lies on its side
         across, along = along, across
     return f"""<figure>
 <figcaption>{escape(figure.title)}</figcaption>
-<ul class="legend">{"".join(legend)}</ul>
+<ul class="legend">{"".join(keys)}</ul>
 <p class="axis" aria-hidden="true">{escape(across)}</p>
 <div class="plot"><div class="chart" id="{chart}" tabindex="0" role="img" aria-label="{escape(label)}"></div>
 <div class="tip" role="status"></div></div>
 <p class="axis along" aria-hidden="true">{escape(along)}</p>
 <details><summary>The numbers</summary>{_table(shared.numbers(figure))}</details>
 </figure>"""
+
+
+def _key(style: str, dash: str, words: str) -> str:
+    """An entry of a legend: a piece of the line, and what it is."""
+    piece = f'<line x1="0" y1="4" x2="24" y2="4" stroke-dasharray="{dash}"/>'
+    return f'<li><svg class="swatch {style}" viewBox="0 0 24 8" aria-hidden="true">{piece}</svg>{escape(words)}</li>'
 
 
 def _dash(figure: Figure, number: int) -> str:
@@ -198,7 +216,7 @@ def _chart_data(figure: Figure) -> dict[str, Any]:
         "logX": figure.log_x and not categorical,
         "xLabel": figure.x_label,
         "positions": shared.positions([figure]),
-        "levels": [{"name": name, "y": _finite(level)} for name, level in figure.levels.items()],
+        "levels": list(map(_finite, figure.levels.values())),
         "series": [
             {
                 "name": series.name,
