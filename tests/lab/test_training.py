@@ -1,11 +1,13 @@
 """Training: the same bits however often it is killed, the same weights on two processes, numbers one can check."""
 
 import contextlib
+import itertools
 import json
 import math
 import multiprocessing
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -407,6 +409,15 @@ def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(tmp_path):
     assert "checkpoint.pt cannot be written" in ran.stderr
     assert (folder / "checkpoint.pt").read_bytes() == before
     assert trials.run(config, tmp_path, HERE, retry=True).status == "done"
+
+
+def test_a_bar_shows_loss_accuracy_speed_and_what_is_left(tmp_path, capsys, monkeypatch):
+    clock = itertools.count()
+    monkeypatch.setattr("betternorm.progress.time.monotonic", lambda: next(clock))  # drawn at every step
+    training.run(SMALL, tmp_path, replace(HERE, show=True))
+    shown = capsys.readouterr().err
+    assert "12/12" in shown
+    assert re.search(r"left  epoch 2/2  loss \d\.\d{3}  top-1 [\d.]+%  [\d,]+ images/s", shown)
 
 
 def test_curves_for_tensorboard_on_request(tmp_path):

@@ -25,7 +25,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from betternorm.cli import UserError
-from betternorm.lab.store import DONE, FAILED, Row, Store
+from betternorm.lab.store import DONE, FAILED, RUNNING, Row, Store
 
 Progress = Callable[[float], None]  # called with the part of the trial that is done, 0 to 1
 T = TypeVar("T", bound="Trial")
@@ -145,7 +145,7 @@ def run(
     with store.claim(trial.key, wait) as mine:
         row = store.get(trial.key)  # whoever held it may have finished it
         if not mine or (row is not None and settled(row, retry)):
-            return row or Row(trial.key, trial.kind, "running", trial.config)
+            return row or Row(trial.key, trial.kind, RUNNING, trial.config)
         store.start(trial.key, trial.kind, trial.config)
         outcome = perform(trial, store.trial_folder(trial.key), runtime, progress)
         store.finish(trial.key, trial.kind, trial.config, **outcome)
