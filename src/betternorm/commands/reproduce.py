@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from betternorm.cli import FINDING, OK
+from betternorm.cli import FINDING, OK, UserError
 from betternorm.commands.train import RUNTIME
 from betternorm.lab import engines, experiments
 from betternorm.lab.experiments import plan
@@ -21,6 +21,7 @@ examples:
   betternorm reproduce all                                      digits, in minutes: does everything run here?
   betternorm reproduce ghost-size --scale small --data-root data --engine processes
   betternorm reproduce all --scale small --pages docs/results   go on from the rows there, and write the pages anew
+  betternorm reproduce alpha-imagenet --network timm:resnet50.tv_in1k mine.py:build=mine.pt --images val/
   betternorm reproduce all --scale paper --plan                 trials, GPU hours, disk, and the commands
 
 A command that was stopped goes on when it is given again; a trial that is finished is never run again."""
@@ -38,6 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pages", help="a folder of results: take the finished rows in it, and write pages, figures and rows there"
     )
+    own = parser.add_argument_group("alpha-imagenet on networks and images of your own")
+    own.add_argument("--network", nargs="+", default=[], metavar="SPEC=WEIGHTS", help="timm:NAME alone fetches weights")
+    own.add_argument("--images", help="a folder with a folder a class, or .npz")
+    own.add_argument("--image-size", type=int, help="side that the networks see (224)")
     how = parser.add_argument_group("where and how")
     how.add_argument("--engine", choices=engines.ENGINES, default="here", help="where trials run (here)")
     how.add_argument("--processes", type=int, help="of --engine processes, or of a Ray started here")
@@ -60,6 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.plan:
         print(plan.describe(names, arguments.scale, arguments.seeds, arguments.names))
         return OK
+    own = _own_arms(names, arguments) if arguments.network or arguments.images else None
     store = Store(folder)
     if arguments.pages:
         experiments.restore(arguments.pages, arguments.scale, store)
@@ -69,6 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.scale,
         folder,
         seeds=arguments.seeds,
+        own=own,
         runtime=Runtime(**{name: getattr(arguments, name) for name in SHARED}, show=show),
         engine=arguments.engine,
         workers=arguments.processes,
@@ -83,6 +90,14 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.pages:
         write_pages(folder, arguments.scale, arguments.pages)
     return FINDING if any(row.status == FAILED for row in store.rows(status=FAILED)) else OK
+
+
+def _own_arms(names: list[str], arguments: argparse.Namespace) -> experiments.Arms:
+    from betternorm.lab.experiments.alpha_imagenet import own_arms
+
+    if names != ["alpha-imagenet"] or not (arguments.network and arguments.images):
+        raise UserError("--network and --images belong together, and to alpha-imagenet alone")
+    return own_arms(arguments.network, arguments.images, arguments.image_size)
 
 
 def write_pages(folder: str, scale: str, pages: str) -> None:

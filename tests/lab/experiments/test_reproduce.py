@@ -8,8 +8,10 @@ import sys
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from betternorm.cli import main
 from betternorm.integrations.models import load_model
@@ -70,6 +72,26 @@ def test_fewer_seeds_and_unknown_names(tmp_path, capsys):
     found = experiments.run(["alpha-groupnorm"], "smoke", tmp_path, seeds=1, runtime=ONE_THREAD, show=False)
     assert [len(one.rows) for one in found] == [1]
     assert {verdict.outcome for verdict in found[0].verdicts} == {Outcome.UNDECIDED}
+
+
+def test_alpha_on_networks_and_images_of_ones_own(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(
+        "from betternorm.lab.models import ResNet\n\ndef build():\n    return ResNet(2, width=4, blocks=(1,))\n"
+    )
+    torch.save(load_model("mine.py:build").state_dict(), tmp_path / "mine.pt")
+    images = np.random.RandomState(0).randint(0, 256, (40, 8, 8, 3), dtype=np.uint8)
+    for label in range(2):
+        (tmp_path / "val" / str(label)).mkdir(parents=True)
+        for number in range(10):
+            Image.fromarray(images[10 * label + number]).save(tmp_path / "val" / str(label) / f"{number}.png")
+    words = ("alpha-imagenet", "--network", "mine.py:build=mine.pt", "--images", "val", "--image-size", "8")
+    assert reproduce(*words, "--folder", "store") == 0
+    assert "mine.py:build" in capsys.readouterr().out
+    (row,) = Store("store").rows()
+    assert row["examples"] == 20  # all of them
+    assert reproduce("ghost-size", "--images", "val", "--folder", "store") == 2
+    assert "belong together" in capsys.readouterr().err
 
 
 def test_a_plan_says_what_it_takes_and_runs_nothing(tmp_path, capsys, monkeypatch):

@@ -13,7 +13,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -21,7 +21,7 @@ from typing import Any
 
 from betternorm.cli import UserError
 from betternorm.lab import engines
-from betternorm.lab.experiments.suite import RULE, Runs
+from betternorm.lab.experiments.suite import RULE, Label, Runs
 from betternorm.lab.results import Result
 from betternorm.lab.store import DONE, Row, Store
 from betternorm.lab.trials import Runtime, Trial
@@ -50,6 +50,9 @@ NAMES = (  # in the order of the paper
 )
 
 
+Arms = Mapping[Label, Trial]
+
+
 def chosen(words: Sequence[str]) -> list[str]:
     """The names of experiments that some words mean; "all" is every one."""
     for word in words:
@@ -62,8 +65,8 @@ def module(name: str) -> ModuleType:
     return importlib.import_module(f"{__name__}.{chosen([name])[0].replace('-', '_')}")
 
 
-def trials(name: str, scale: str, seeds: int | None = None) -> dict[tuple[Any, ...], list[Trial]]:
-    """The trials of an experiment by the label of their arm, one for each seed."""
+def trials(name: str, scale: str, seeds: int | None = None, own: Arms | None = None) -> dict[Label, list[Trial]]:
+    """The trials of an experiment by the label of their arm, one for each seed; ``own`` arms stand in for its own."""
     if scale not in SCALES:
         raise UserError(f"scale is {scale!r}; it has to be one of {', '.join(SCALES)}")
     if seeds is not None and seeds < 1:
@@ -72,7 +75,7 @@ def trials(name: str, scale: str, seeds: int | None = None) -> dict[tuple[Any, .
     count = seeds or getattr(experiment, "SEEDS", {}).get(scale, SEEDS[scale])
     return {  # a trial in which nothing is random is run once
         label: [replace(trial, seed=seed) for seed in range(count if getattr(trial, "random", True) else 1)]
-        for label, trial in experiment.arms(scale).items()
+        for label, trial in (own or experiment.arms(scale)).items()
     }
 
 
@@ -82,6 +85,7 @@ def run(
     folder: str | os.PathLike[str],
     *,
     seeds: int | None = None,
+    own: Arms | None = None,
     runtime: Runtime | None = None,
     **how: Any,
 ) -> list[Result]:
@@ -90,9 +94,9 @@ def run(
     ``how`` goes to :func:`betternorm.lab.engines.run`. An experiment's rows are found by the keys of its trials, so
     those that experiments share are run once, and what was run before is not run again.
     """
-    wanted = [trial for name in names for arm in trials(name, scale, seeds).values() for trial in arm]
+    wanted = [trial for name in names for arm in trials(name, scale, seeds, own).values() for trial in arm]
     engines.run(seeds_first(wanted), folder, runtime=runtime, **how)
-    return [result(name, scale, Store(folder), seeds) for name in names]
+    return [result(name, scale, Store(folder), seeds, own) for name in names]
 
 
 def seeds_first(wanted: Sequence[Trial]) -> list[Trial]:
@@ -149,12 +153,12 @@ def _value(text: str) -> Any:
         return text
 
 
-def result(name: str, scale: str, store: Store, seeds: int | None = None) -> Result:
+def result(name: str, scale: str, store: Store, seeds: int | None = None, own: Arms | None = None) -> Result:
     """What the rows in a store come to for one experiment; what is missing is said in its notes."""
     experiment = module(name)
-    rows: dict[tuple[Any, ...], list[Row]] = {}
+    rows: dict[Label, list[Row]] = {}
     missing, failed = 0, []
-    for label, arm in trials(name, scale, seeds).items():
+    for label, arm in trials(name, scale, seeds, own).items():
         found = [store.get(trial.key) for trial in arm]
         rows[label] = [row for row in found if row is not None and row.status == DONE]
         missing += len(arm) - len(rows[label])

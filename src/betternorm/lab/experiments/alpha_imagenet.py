@@ -3,20 +3,22 @@
 The paper, ImageNet: with alpha set right ResNet-152 gains up to 0.6 points of top-1, 0.16 of top-5 and 4.7 % of the
 loss, without training; MobileNetV2 and NASNet-A gain too; the best alpha is largest for NASNet-A, the one trained with
 the smallest batches; a little of alpha gives most of the gain, and large values cost more and more. Expect the same on
-any trained network. At small scale: three residual networks that others trained on CIFAR-100, on 1,000 test images.
+any trained network. At small scale: three residual networks that others trained on CIFAR-100, on 500 test images.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
 from betternorm.integrations.checkpoints import load_checkpoint
 from betternorm.integrations.models import load_model
-from betternorm.lab.data import Data, Loader, load
+from betternorm.lab.data import Data, Loader, Split, load
 from betternorm.lab.experiments import suite
 from betternorm.lab.experiments.suite import Findings, Label, Runs
 from betternorm.lab.experiments.tasks import SMOKE
@@ -41,7 +43,7 @@ class Curve(Trial):
         network: as :func:`betternorm.integrations.models.load_model` takes it.
         weights: a file, as it stands or in the folder of the datasets; "timm" are those that timm fetches.
         source: instead of both, the fields of a training whose network is taken.
-        dataset, split, limit: the images, the first so many of them.
+        dataset, split, limit: the images, the first so many of them; split "all" is every one.
     """
 
     kind: ClassVar[str] = "alpha-curve"
@@ -62,7 +64,8 @@ class Curve(Trial):
         if hasattr(network, "pretrained_cfg"):  # of timm: each has the mean and deviation it was trained with
             data = replace(data, facts=replace(data.facts, **_pixels(network.pretrained_cfg)))
         convert(network, "weighed")
-        loader = Loader(data, getattr(data, self.split), 250, workers=runtime.workers)
+        images = _all(data) if self.split == "all" else getattr(data, self.split)
+        loader = Loader(data, images, 250, workers=runtime.workers)
         found = suite.tuned(
             network,
             loader,
@@ -102,6 +105,26 @@ def _fetched(network: str) -> nn.Module:
     return timm.create_model(network.removeprefix("timm:"), pretrained=True).eval()
 
 
+def _all(data: Data) -> Split:
+    """A folder of nothing but validation images, which reading has split as if it were for training."""
+    parts = [part for part in (data.train, data.validation, data.test) if part is not None]
+    labels = torch.cat([part.labels for part in parts])
+    if parts[0].images is not None:
+        return Split(labels, torch.cat([part.images for part in parts]))
+    return Split(labels, source=parts[0].source, rows=torch.cat([part.rows for part in parts]))
+
+
+def own_arms(networks: Sequence[str], images: str, image_size: int | None) -> dict[Label, Trial]:
+    """Arms for networks and images of one's own: SPEC=WEIGHTS for each network, SPEC alone with the weights of timm."""
+    found: dict[Label, Trial] = {}
+    for words in networks:
+        network, _, weights = words.partition("=")
+        found[network,] = Curve(
+            network=network, weights=weights or "timm", dataset=images, split="all", image_size=image_size
+        )
+    return found
+
+
 def arms(scale: str) -> dict[Label, Trial]:
     if scale == "smoke":
         plain = {"epochs": 8, "tune_alpha": False}
@@ -118,9 +141,9 @@ def arms(scale: str) -> dict[Label, Trial]:
                 weights=f"cifar100_resnets/resnet{depth}_cifar100.pth",
                 dataset="cifar100",
                 split="test",
-                limit=1000,
+                limit=500,
             )
-            for depth in (8, 20, 32)
+            for depth in (8, 14, 20)
         }
     networks = {
         "ResNet-152": ("timm:resnet152.tv_in1k", 224),

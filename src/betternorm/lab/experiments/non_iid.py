@@ -26,7 +26,14 @@ PLACE = "Table 1, section 4.4"
 BASE = {
     "smoke": replace(SMOKE, classes_per_batch=2),
     "small": replace(
-        SMALL, dataset="cifar100", classes=10, batch_size=64, learning_rate=0.01, epochs=8, classes_per_batch=2
+        SMALL,
+        dataset="cifar100",
+        classes=10,
+        image_size=16,
+        batch_size=64,
+        learning_rate=0.02,
+        epochs=12,
+        classes_per_batch=2,
     ),
     "paper": replace(PAPER, classes_per_batch=4),
 }
