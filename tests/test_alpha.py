@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -206,6 +208,11 @@ def test_calibrating_keeps_modes_and_counts_batches(images: Tensor) -> None:
     assert model[1].training
     assert not model[4].training
     assert int(model[1].num_batches_tracked) == 4
+
+
+def test_no_data_to_calibrate_on_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no batches"):
+        calibrate(small_network(), [])
 
 
 def test_nothing_to_calibrate_is_an_error() -> None:
@@ -653,6 +660,16 @@ def test_a_result_is_drawn(tmp_path: Path) -> None:
 
 
 # ---- a network that others trained ----
+
+
+@pytest.fixture
+def cifar100_test(shared: Path, tmp_path: Path) -> tuple[Tensor, Tensor]:
+    unpack = shared / "data/unpack.py"
+    subprocess.run([sys.executable, unpack, "cifar100", tmp_path], check=True, capture_output=True)
+    with np.load(tmp_path / "cifar100.npz") as file:
+        pixels, labels = (torch.from_numpy(file[f"test_{name}"]) for name in ("images", "labels"))
+    mean, std = (torch.tensor(part).view(3, 1, 1) for part in ((0.507, 0.487, 0.441), (0.267, 0.256, 0.276)))
+    return (pixels.permute(0, 3, 1, 2) / 255 - mean) / std, labels
 
 
 @pytest.mark.slow

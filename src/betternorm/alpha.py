@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from betternorm.batches import Forward, device_of, evaluating, iterate, output_and_target, output_of
+from betternorm.batches import Forward, device_of, evaluating, iterate, length_of, output_and_target, output_of
 from betternorm.evidence import Gain, mcnemar, paired_bootstrap
 from betternorm.layers import GroupedBatchNorm, checked_alpha
 from betternorm.metrics import SHARES, Metric, named_metrics
@@ -125,7 +125,8 @@ def calibrate(
         hooks = [layer.register_forward_pre_hook(moments[layer].look) for layer in layers]
         batches = 0
         try:
-            with evaluating(model), torch.inference_mode(), Bar(f"calibrating, pass {done}", show=progress) as bar:
+            label, length = f"calibrating, pass {done}", length_of(loader, limit)
+            with evaluating(model), torch.inference_mode(), Bar(label, length, progress) as bar:
                 for batch in iterate(loader, limit, device_of(model)):
                     run(model, batch)
                     batches += 1
@@ -133,7 +134,9 @@ def calibrate(
         finally:
             for hook in hooks:
                 hook.remove()
-        moved = max((moments[layer].settle(layer, batches) for layer in layers), default=0.0)
+        if not batches:
+            raise ValueError("the loader gave no batches: nothing to calibrate on")
+        moved = max(moments[layer].settle(layer, batches) for layer in layers)
         if passes is None and moved <= tolerance:
             break
     return done
@@ -402,6 +405,8 @@ def tune_alpha(
     try:
         calibrating = 0
         if calibration is not None or any(_is_fresh(layer) for layer in layers.values()):
+            for layer in layers.values():
+                layer.alpha = baseline
             averaged = loader if calibration is None else calibration
             calibrating = calibrate(model, averaged, limit=limit, forward=forward, progress=progress)
         runs = Runs(model, layers, loader, judged, forward or output_and_target, limit, resume, progress, baseline)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,6 +32,14 @@ def iterate(loader: Iterable[Any], limit: int | None, device: torch.device) -> I
         yield _mapped(batch, lambda t: t.to(device, non_blocking=True))
         if limit is not None and seen >= limit:
             return
+
+
+def length_of(loader: Iterable[Any], limit: int | None) -> int | None:
+    """How many batches `iterate` will give, where that is known."""
+    if not isinstance(loader, Sized):
+        return None
+    size = getattr(loader, "batch_size", None)
+    return min(len(loader), -(-limit // size)) if limit is not None and size else len(loader)
 
 
 def output_and_target(model: nn.Module, batch: Any) -> tuple[Any, Any]:

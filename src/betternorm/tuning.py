@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from betternorm.batches import Forward, device_of, evaluating, example_keys, iterate, select
+from betternorm.batches import Forward, device_of, evaluating, example_keys, iterate, length_of, select
 from betternorm.evidence import assign_folds
 from betternorm.layers import GroupedBatchNorm, checked_alpha
 from betternorm.metrics import METRICS, SHARES, Metric, weighted_mean
@@ -190,12 +190,7 @@ class Runs:
         return {name: metric.measure(output, target) for name, metric in self.metrics.items()}
 
     def length(self) -> int | None:
-        try:
-            length = len(self.loader)  # type: ignore[arg-type]
-        except TypeError:
-            return None
-        size = getattr(self.loader, "batch_size", None)
-        return min(length, -(-self.limit // size)) if self.limit is not None and size else length
+        return length_of(self.loader, self.limit)
 
     def _close(self, current: _Pass) -> None:
         """Bring a finished pass into order and check that it saw what the others saw."""
