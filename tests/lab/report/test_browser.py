@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 
 from betternorm.lab.report import page
+from betternorm.lab.results import Figure, Series
 
 from . import examples
 
@@ -148,3 +152,24 @@ def test_without_the_script_everything_but_the_drawing_is_there(visit):
     assert tab.locator("noscript p").is_visible()
     tab.locator("#ghost-size figure summary").click()
     assert tab.locator("#ghost-size figure td", has_text="46.4").is_visible()
+
+
+def test_figures_without_points_or_with_one_are_drawn_as_such(browser, tmp_path):
+    one = Series("one", [32], [57.5], [56.0], [59.0])
+    figures = [
+        Figure("nothing", "batch size", "top-1 %", [], log_x=True, slider=True),
+        Figure("no points", "alpha", "top-1 %", [Series("a", [], [])], slider=True),
+        Figure("no bars", "norm", "top-1 %", [Series("a", [], [])], kind="bar"),
+        Figure("one", "batch size", "top-1 %", [one], log_x=True, slider=True),
+        Figure("not a number", "alpha", "loss", [Series("a", [0.0, 0.1], [math.nan, math.nan])], slider=True),
+    ]
+    tab = browser.new_page()
+    complaints = []
+    tab.on("pageerror", lambda error: complaints.append(str(error)))
+    tab.goto(page.write([replace(examples.decay(), figures=figures)], tmp_path / "page.html").as_uri())
+    assert complaints == []
+    assert tab.locator(".chart svg").count() == len(figures)
+    assert "NaN" not in tab.locator("main").inner_html().replace("nan", "")
+    assert tab.locator(".point").count() == tab.locator(".whisker").count() == 1
+    assert tab.locator("input").count() == 2
+    tab.close()

@@ -117,7 +117,7 @@ def _lines(axes: Axes, figure: Figure) -> None:
         elif positive:  # a logarithm has no place for zero, but alpha = 0 belongs into the picture
             axes.set_xscale("symlog", linthresh=min(positive))
         if len(places) <= 9:
-            axes.set_xticks(places, [shown(float(x)) for x in places])
+            axes.set_xticks(places, list(map(shown, places)))
             axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlabel(figure.x_label)
     axes.set_ylabel(figure.y_label)

@@ -49,8 +49,8 @@ def page(results: Sequence[Result], title: str = "Results") -> str:
         lead=_lead(results, common),
         contents="\n".join(_entry(name, title, result) for name, title, result in named),
         sections="\n".join(sections),
-        # Inside a script element only "</" could end it, and JSON may write it so.
-        data=json.dumps(data, allow_nan=False, ensure_ascii=False).replace("</", "<\\/"),
+        # Inside a script element "</" or "<!--" would be markup; JSON has another way to write the sign.
+        data=json.dumps(data, allow_nan=False, ensure_ascii=False).replace("<", "\\u003c"),
         script=_file("page.js"),
     )
 
@@ -146,7 +146,7 @@ def _panels(figures: Sequence[Figure]) -> list[list[Figure]]:
 
 
 def _slides(figure: Figure) -> bool:
-    return figure.slider and not shared.categorical(figure)
+    return figure.slider and not shared.categorical(figure) and bool(shared.positions([figure]))
 
 
 def _panel(name: str, number: int, figures: Sequence[Figure], data: dict[str, Any]) -> str:
@@ -222,7 +222,7 @@ def _chart_data(figure: Figure) -> dict[str, Any]:
                 "name": series.name,
                 "colour": f"s{number % len(shared.COLOURS)}",
                 "dash": _dash(figure, number),
-                "x": [str(x) if categorical else x for x in series.x],
+                "x": [str(x) if categorical else float(x) for x in series.x],
                 "y": list(map(_finite, series.y)),
                 "low": None if series.low is None else list(map(_finite, series.low)),
                 "high": None if series.high is None else list(map(_finite, series.high)),

@@ -70,7 +70,7 @@ def positions(figures: Iterable[Figure]) -> list[Any]:
     """Every x that occurs: in order where they are numbers, as they come where they are names."""
     figures = list(figures)
     found = dict.fromkeys(x for figure in figures for series in figure.series for x in series.x)
-    return list(map(str, found)) if any(map(categorical, figures)) else sorted(found)
+    return list(map(str, found)) if any(map(categorical, figures)) else sorted(map(float, found))
 
 
 def starts_at_zero(figure: Figure) -> bool:
