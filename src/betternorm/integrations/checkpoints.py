@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import pickle
+import warnings
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -34,9 +36,13 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         except Exception as error:
             raise UserError(f"checkpoint {path} is damaged: {_first_line(error)}") from error
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch about how the file was pickled
+            found = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        if "weights_only" in str(error).lower() or "Unsupported" in str(error):
+        with path.open("rb") as file:
+            is_pickle = file.read(1) == b"\x80" or zipfile.is_zipfile(path)
+        if is_pickle:
             raise UserError(
                 f"checkpoint {path} is a pickle of more than tensors, which could run code while it is read; save "
                 "model.state_dict() and give that"
