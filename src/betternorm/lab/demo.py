@@ -103,7 +103,13 @@ def run(
         raise UserError(f"seeds is {seeds}; an interval needs 2 or more")
     trials = [replace(config, seed=seed) for seed in range(seeds) for config in _configs()]
     rows = engines.run(
-        trials, folder, engine="processes", runtime=Runtime(threads=1), workers=workers, retry=True, show=show
+        trials,
+        folder,
+        engine="processes",
+        runtime=Runtime(threads=1, accelerator="cpu"),
+        workers=workers,
+        retry=True,
+        show=show,
     )
     failed = [row for row in rows if row.status != DONE]
     if failed:
