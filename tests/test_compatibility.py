@@ -252,9 +252,10 @@ def test_update_bn_collects_the_statistics_anew() -> None:
 
 def test_convert_sync_batchnorm_fails_with_the_reason() -> None:
     net = network(alpha=0.2)
-    with pytest.raises(RuntimeError, match=r"GhostBatchNorm would .*without its groups and alpha.*process_group"):
+    with pytest.raises(RuntimeError, match=r"replace GhostBatchNorm and drop its groups and alpha.*process_group"):
         nn.SyncBatchNorm.convert_sync_batchnorm(net)
     assert isinstance(net[1], GhostBatchNorm)
+    assert not hasattr(net[1], "qconfig")  # nobody else who asks is stopped
 
 
 @pytest.mark.parametrize("use_buffers", [True, False])

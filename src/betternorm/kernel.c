@@ -13,9 +13,9 @@
 
 #define LANES 16
 #define STRETCH 256
-#define TILE_BYTES (512 * 1024) /* channels last: what a thread keeps in cache, about half an L2 cache */
-#define BLOCK 256                /* channels reduced at a time */
-#define SERIAL_BELOW 32768      /* values below which threads cost more than they bring, as in ATen */
+#define WIDEST 128         /* channels last: how much of a row is read at once, where that leaves work for all threads */
+#define BLOCK 256          /* channels of a table added up at a time */
+#define SERIAL_BELOW 32768 /* values below which threads cost more than they bring, as in ATen */
 
 typedef float vec __attribute__((vector_size(64), aligned(4), may_alias));
 typedef float vec8 __attribute__((vector_size(32), aligned(4), may_alias));
@@ -37,7 +37,6 @@ typedef struct {
 #define INLINE static inline __attribute__((always_inline))
 
 INLINE vec load(const float *p) { return *(const vec *)p; }
-INLINE void store(float *p, vec v) { *(vec *)p = v; }
 INLINE vec splat(float f) { return f - (vec){0}; }
 INLINE float total(vec v) {
     const vec8 *halves = (const vec8 *)&v;
@@ -55,9 +54,8 @@ static long group_start(const Shape *s, long group) {
 static long unit_width(const Shape *s) {
     long width = LANES;
     if (s->channels_last) {
-        const long rows = (s->examples + s->groups - 1) / s->groups * s->space;
-        width = 64;
-        while (width > LANES && rows * width * 4 > TILE_BYTES) width /= 2;
+        width = WIDEST;
+        while (width > LANES && s->groups * ((s->channels + width - 1) / width) < 2 * s->threads) width /= 2;
     } else if (s->space * s->channels_per_group > STRETCH) {
         width = 1;
     }
@@ -110,23 +108,43 @@ INLINE void sums_of_channel(const Term term, long S, long runs, long stride, con
     *second = all2 + total(a2 + b2);
 }
 
-/* Channels last: `vectors` times LANES channels at once. */
-INLINE void sums_of_rows(const Term term, const int vectors, long rows, long stride, const float *x, const float *dy,
-                         const float *centre, double *first, double *second) {
-    vec m[vectors];
-    for (int k = 0; k < vectors; k++) m[k] = load(centre + k * LANES);
+/* Channels last: `vectors` times LANES channels at once, or `width` of them, fewer than LANES. LINES rows at once make
+   sums enough to hide the time that an addition takes. Their number and order is the same for every channel, so that a
+   result does not depend on how the work was divided. */
+#define LINES 2
+
+INLINE vec load_some(const float *p, long width) {
+    vec v = {0};
+    memcpy(&v, p, width * sizeof *p);
+    return v;
+}
+
+INLINE void sums_of_rows(const Term term, const int vectors, long width, long rows, long stride, const float *x,
+                         const float *dy, const float *centre, double *first, double *second) {
+#define GET(p, k) (vectors ? load((p) + (k) * LANES) : load_some(p, width))
+    const int count = vectors ? vectors : 1;
+    vec m[count];
+    for (int k = 0; k < count; k++) m[k] = GET(centre, k);
     for (long row = 0; row < rows;) {
-        const long stop = row + STRETCH < rows ? row + STRETCH : rows;
-        vec a[vectors], a2[vectors];
-        for (int k = 0; k < vectors; k++) a[k] = a2[k] = (vec){0};
+        const long stop = rows - row > LINES * STRETCH ? row + LINES * STRETCH : rows;
+        vec a[LINES][count], a2[LINES][count];
+        for (int j = 0; j < LINES; j++)
+            for (int k = 0; k < count; k++) a[j][k] = a2[j][k] = (vec){0};
+        for (; row + LINES <= stop; row += LINES, x += LINES * stride, dy += LINES * stride)
+            for (int j = 0; j < LINES; j++)
+                for (int k = 0; k < count; k++) {
+                    TERM(a[j][k], a2[j][k], GET(x + j * stride, k), GET(dy + j * stride, k), m[k])
+                }
         for (; row < stop; row++, x += stride, dy += stride)
-            for (int k = 0; k < vectors; k++) { TERM(a[k], a2[k], load(x + k * LANES), load(dy + k * LANES), m[k]) }
-        for (int k = 0; k < vectors; k++)
-            for (int i = 0; i < LANES; i++) {
-                first[k * LANES + i] += a[k][i];
-                second[k * LANES + i] += a2[k][i];
-            }
+            for (int k = 0; k < count; k++) { TERM(a[0][k], a2[0][k], GET(x, k), GET(dy, k), m[k]) }
+        for (int j = 0; j < LINES; j++)
+            for (int k = 0; k < count; k++)
+                for (int i = 0; i < (vectors ? LANES : width); i++) {
+                    first[k * LANES + i] += a[j][k][i];
+                    second[k * LANES + i] += a2[j][k][i];
+                }
     }
+#undef GET
 }
 
 INLINE void sums(const Term term, const Shape *s, Unit u, const float *x, const float *dy, const float *centre,
@@ -146,45 +164,37 @@ INLINE void sums(const Term term, const Shape *s, Unit u, const float *x, const 
     dy += u.n0 * S * C + u.c0;
     long c = 0;
     for (; c + 4 * LANES <= u.width; c += 4 * LANES)
-        sums_of_rows(term, 4, rows, C, x + c, dy + c, centre + c, first + c, second + c);
-    for (; c + 2 * LANES <= u.width; c += 2 * LANES)
-        sums_of_rows(term, 2, rows, C, x + c, dy + c, centre + c, first + c, second + c);
+        sums_of_rows(term, 4, 0, rows, C, x + c, dy + c, centre + c, first + c, second + c);
     for (; c + LANES <= u.width; c += LANES)
-        sums_of_rows(term, 1, rows, C, x + c, dy + c, centre + c, first + c, second + c);
+        sums_of_rows(term, 1, 0, rows, C, x + c, dy + c, centre + c, first + c, second + c);
     if (c < u.width)
-        for (long row = 0; row < rows; row++)
-            for (long k = c; k < u.width; k++) {
-                TERM(first[k], second[k], (double)x[row * C + k], (double)dy[row * C + k], centre[k])
-            }
+        sums_of_rows(term, 0, u.width - c, rows, C, x + c, dy + c, centre + c, first + c, second + c);
 }
 
-/* Mean and biased variance of every channel of a unit, from sums about `mean`. Returns whether the mean was near enough
-   for the variance to be exact: what is subtracted is then at most 16 times what remains. */
-static int about(const Shape *s, Unit u, const float *x, float *mean, float *variance) {
-    double sum[u.width], square[u.width];
+/* Mean and biased variance of every channel of a unit, from sums about `centre`. Returns whether that was near enough
+   to the mean for the variance to be exact: what is subtracted is then at most 16 times what remains. */
+static int about(const Shape *s, Unit u, const float *x, const float *centre, double *mean, double *variance) {
     const double count = (double)(u.n1 - u.n0) * s->space;
     int near = 1;
-    sums(MOMENTS, s, u, x, x, mean, sum, square);
+    sums(MOMENTS, s, u, x, x, centre, mean, variance);
     for (long c = 0; c < u.width; c++) {
-        const double off = sum[c] / count, v = square[c] / count - off * off;
+        const double off = mean[c] / count, v = variance[c] / count - off * off;
         near &= off * off <= 16 * v;
-        if (isfinite(off)) mean[c] += (float)off; /* else the mean is infinite or NaN already, and stays so */
-        variance[c] = v < 0 ? 0 : (float)v;       /* in this order NaN stays NaN */
+        mean[c] = isfinite(off) ? centre[c] + off : centre[c]; /* else it is infinite or NaN already, and stays so */
+        variance[c] = v < 0 ? 0 : v;                           /* in this order NaN stays NaN */
     }
     return near;
 }
 
-/* The same without a mean to begin with. A good guess, if there is one, saves reading the values twice. */
-static void channel_statistics(const Shape *s, Unit u, const float *x, const float *guess, float *mean,
-                               float *variance) {
-    double sum[u.width], unused[u.width];
-    if (guess) {
-        memcpy(mean, guess, u.width * sizeof *mean);
-        if (about(s, u, x, mean, variance)) return;
-    }
-    sums(SUM, s, u, x, x, mean, sum, unused);
-    for (long c = 0; c < u.width; c++) mean[c] = (float)(sum[c] / ((double)(u.n1 - u.n0) * s->space));
-    about(s, u, x, mean, variance);
+/* The same without a centre to begin with. A good guess, if there is one, saves reading the values twice. */
+static void channel_statistics(const Shape *s, Unit u, const float *x, const float *guess, double *mean,
+                               double *variance) {
+    float centre[u.width];
+    if (guess && about(s, u, x, guess, mean, variance)) return;
+    memset(centre, 0, sizeof centre);
+    sums(SUM, s, u, x, x, centre, mean, variance);
+    for (long c = 0; c < u.width; c++) centre[c] = (float)(mean[c] / ((double)(u.n1 - u.n0) * s->space));
+    about(s, u, x, centre, mean, variance);
 }
 
 /* ---- one value out for every value of a unit ---- */
@@ -223,7 +233,7 @@ INLINE void write_unit(const Shape *s, Unit u, const float *x, const float *dy, 
 /* ---- from tables of (groups, channels) to one number a channel ---- */
 
 /* Mean and biased variance over the whole batch. */
-static void batch_statistics(const Shape *s, const float *mean, const float *variance, float *batch_mean,
+static void batch_statistics(const Shape *s, const double *mean, const double *variance, float *batch_mean,
                              float *batch_variance) {
     const long C = s->channels;
     for (long c0 = 0; c0 < C; c0 += BLOCK) {
@@ -232,7 +242,7 @@ static void batch_statistics(const Shape *s, const float *mean, const float *var
         for (long pass = 0; pass < 2; pass++)
             for (long group = 0; group < s->groups; group++) {
                 const double share = (double)(group_start(s, group + 1) - group_start(s, group)) / s->examples;
-                const float *gm = mean + group * C + c0, *gv = variance + group * C + c0;
+                const double *gm = mean + group * C + c0, *gv = variance + group * C + c0;
                 for (long c = 0; c < width; c++) {
                     if (pass == 0) m[c] += share * gm[c];
                     else v[c] += share * (gv[c] + (gm[c] - m[c]) * (gm[c] - m[c]));
@@ -245,7 +255,7 @@ static void batch_statistics(const Shape *s, const float *mean, const float *var
     }
 }
 
-static void add_groups(const Shape *s, const float *table, float *out) {
+static void add_groups(const Shape *s, const double *table, float *out) {
     const long C = s->channels;
     for (long c0 = 0; c0 < C; c0 += BLOCK) {
         const long width = C - c0 < BLOCK ? C - c0 : BLOCK;
@@ -271,11 +281,11 @@ static void add_groups(const Shape *s, const float *table, float *out) {
    batch_mean and batch_variance, (channels), for the moving averages. y may be NULL: statistics only.
    `scratch` has room for 2 * groups * channels. */
 void forward(Shape s, const float *x, const float *weight, const float *bias, double eps, float *y,
-             float *group_mean, float *group_rstd, float *batch_mean, float *batch_variance, float *scratch) {
-    float *channel_mean = scratch, *channel_variance = scratch + s.groups * s.channels;
+             float *group_mean, float *group_rstd, float *batch_mean, float *batch_variance, double *scratch) {
+    double *channel_mean = scratch, *channel_variance = scratch + s.groups * s.channels;
     const long per = s.channels_per_group, across_groups = s.channels / per;
     EACH_UNIT(s, group, u) {
-        float *m = channel_mean + group * s.channels + u.c0, *v = channel_variance + group * s.channels + u.c0;
+        double *m = channel_mean + group * s.channels + u.c0, *v = channel_variance + group * s.channels + u.c0;
         float centre[u.width], slope[u.width], shift[u.width];
         channel_statistics(&s, u, x, NULL, m, v);
         for (long k = 0; k < u.width; k += per) {
@@ -289,7 +299,7 @@ void forward(Shape s, const float *x, const float *weight, const float *bias, do
             for (long c = k; c < k + per; c++) {
                 centre[c] = (float)mean;
                 slope[c] = weight ? rstd * weight[u.c0 + c] : rstd;
-                shift[c] = bias ? bias[u.c0 + c] : 0;
+                shift[c] = (float)((bias ? bias[u.c0 + c] : 0) + (centre[c] - mean) * slope[c]);
             }
         }
         if (y) write_unit(&s, u, x, 0, centre, slope, slope, shift, y);
@@ -299,9 +309,9 @@ void forward(Shape s, const float *x, const float *weight, const float *bias, do
 
 /* Gradients. dx may be NULL where nobody asks for it. `scratch` has room for 2 * groups * channels. */
 void backward(Shape s, const float *dy, const float *x, const float *weight, const float *group_mean,
-              const float *group_rstd, float *dx, float *dweight, float *dbias, float *scratch) {
+              const float *group_rstd, float *dx, float *dweight, float *dbias, double *scratch) {
     const long per = s.channels_per_group, across_groups = s.channels / per;
-    float *sum_dy = scratch, *sum_dy_xhat = scratch + s.groups * s.channels;
+    double *sum_dy = scratch, *sum_dy_xhat = scratch + s.groups * s.channels;
     EACH_UNIT(s, group, u) {
         const double count = (double)(u.n1 - u.n0) * s.space * per;
         const float *mean = group_mean + group * across_groups, *rstd = group_rstd + group * across_groups;
@@ -317,8 +327,8 @@ void backward(Shape s, const float *dy, const float *x, const float *weight, con
                 mean_dy += w * sum[c] / count;
                 mean_dot += w * dot[c] / count;
                 scale[c] = (float)(w * r);
-                sum_dy[group * s.channels + u.c0 + c] = (float)sum[c];
-                sum_dy_xhat[group * s.channels + u.c0 + c] = (float)(dot[c] * r);
+                sum_dy[group * s.channels + u.c0 + c] = sum[c];
+                sum_dy_xhat[group * s.channels + u.c0 + c] = dot[c] * r;
             }
             for (long c = k; c < k + per; c++) {
                 slope[c] = (float)(-mean_dot * r * r * r);
@@ -337,7 +347,8 @@ void infer(Shape s, const float *x, const float *running_mean, const float *runn
     const long per = s.channels_per_group;
     EACH_UNIT(s, group, u) {
         const float *moving_mean = running_mean + u.c0, *moving_var = running_var + u.c0;
-        float m[u.width], v[u.width], centre[u.width], slope[u.width], shift[u.width];
+        double m[u.width], v[u.width];
+        float centre[u.width], slope[u.width], shift[u.width];
         channel_statistics(&s, u, x, moving_mean, m, v);
         for (long k = 0; k < u.width; k += per) {
             double mean = 0, variance = 0;
@@ -351,7 +362,7 @@ void infer(Shape s, const float *x, const float *running_mean, const float *runn
             for (long c = k; c < k + per; c++) {
                 centre[c] = (float)mean;
                 slope[c] = weight ? rstd * weight[u.c0 + c] : rstd;
-                shift[c] = bias ? bias[u.c0 + c] : 0;
+                shift[c] = (float)((bias ? bias[u.c0 + c] : 0) + (centre[c] - mean) * slope[c]);
             }
         }
         write_unit(&s, u, x, 0, centre, slope, slope, shift, y);
@@ -362,7 +373,11 @@ void infer(Shape s, const float *x, const float *running_mean, const float *runn
    group an example. */
 void example_moments(Shape s, const float *x, const float *guess, float *mean, float *variance) {
     EACH_UNIT(s, group, u) {
-        const long at = group * s.channels + u.c0;
-        channel_statistics(&s, u, x, guess + u.c0, mean + at, variance + at);
+        double m[u.width], v[u.width];
+        channel_statistics(&s, u, x, guess + u.c0, m, v);
+        for (long c = 0; c < u.width; c++) {
+            mean[group * s.channels + u.c0 + c] = (float)m[c];
+            variance[group * s.channels + u.c0 + c] = (float)v[c];
+        }
     }
 }

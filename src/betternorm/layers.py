@@ -7,6 +7,7 @@ They are torch's batch norm to everything that handles one: a `state_dict` has t
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -209,13 +210,14 @@ class GroupedBatchNorm(_BatchNorm):
 
     @property
     def qconfig(self) -> None:
-        # The one thing that SyncBatchNorm.convert_sync_batchnorm asks a layer before it replaces it. It would drop the
-        # groups and alpha without a word; so would quantisation, which asks the same.
-        raise RuntimeError(
-            f"{type(self).__name__} would be replaced by a layer without its groups and alpha. For statistics across "
-            "processes give the layer a process_group (betternorm.convert takes SyncBatchNorm too); for quantisation "
-            "call betternorm.revert(model) first"
-        )
+        # The last thing that SyncBatchNorm.convert_sync_batchnorm asks of a layer before it replaces it by one without
+        # groups and alpha, and the only point at which it can be stopped.
+        if sys._getframe(1).f_code.co_name == "convert_sync_batchnorm":
+            raise RuntimeError(
+                f"SyncBatchNorm would replace {type(self).__name__} and drop its groups and alpha without a word. For "
+                'statistics across processes call betternorm.convert(model, ..., process_group="world")'
+            )
+        raise AttributeError(f"{type(self).__name__} has no attribute 'qconfig'")
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
