@@ -8,19 +8,20 @@ Group Norm at 2, and one alpha a layer to do about as well as one for all.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from torch import nn
+
 from betternorm.alpha import weighed_layers
-from betternorm.lab.data import Loader
+from betternorm.lab.data import Data, Loader
 from betternorm.lab.experiments import suite
 from betternorm.lab.experiments.combined import GROUPS
 from betternorm.lab.experiments.suite import Findings, Label, Runs
 from betternorm.lab.experiments.tasks import TASKS, at_batch_size, with_norm, with_renorm
 from betternorm.lab.results import Figure, Table
-from betternorm.lab.training import Config, evaluate, load_data
-from betternorm.lab.trials import Progress, Runtime, Trial
+from betternorm.lab.training import evaluate
+from betternorm.lab.trials import Progress, Trial
 
 TITLE = "Batch, group, layer, instance, renorm, switchable"
 PLACE = "Section 2"
@@ -31,20 +32,17 @@ GROUP, SWITCHABLE = "group norm", "switchable norm"
 
 
 @dataclass(frozen=True, kw_only=True)
-class AlphaALayer(Config):
+class AlphaALayer(suite.OnTrained):
     """A trained network with one alpha a layer, fitted by gradient on validation data; nothing is trained."""
 
     kind: ClassVar[str] = "alpha-a-layer"
 
-    def run(self, folder: Path, runtime: Runtime, progress: Progress) -> dict[str, Any]:
-        config = Config(**{item.name: getattr(self, item.name) for item in fields(Config)})
-        network = suite.network_of(config, folder, runtime)
-        data = load_data(config, runtime)
+    def measure(self, network: nn.Module, data: Data, progress: Progress) -> dict[str, Any]:
         validation = Loader(data, data.validation, 250)
-        found = suite.tuned(network, validation, grid=config.alpha_grid or None, per_layer=True, progress=False)
+        found = suite.tuned(network, validation, grid=self.alpha_grid or None, per_layer=True, progress=False)
         for name, layer in weighed_layers(network).items():
             layer.alpha = found.per_layer.alphas[name]
-        (row,) = evaluate(network, Loader(data, data.validation if data.test is None else data.test, 250))
+        (row,) = evaluate(network, suite.judged_on(data))
         result = {f"test_{name}": value for name, value in row.items()}
         return result | {"alphas": found.per_layer.alphas, "kept": found.per_layer.kept}
 
@@ -56,7 +54,7 @@ def arms(scale: str) -> dict[Label, Trial]:
         here = at_batch_size(config, size)
         methods = {
             BATCH: here,
-            EACH: AlphaALayer(**here.config),
+            EACH: AlphaALayer.of(here),
             GROUP: with_norm(here, "group", num_groups=GROUPS[scale]),
             "layer norm": with_norm(here, "layer"),
             "instance norm": with_norm(here, "instance"),

@@ -9,19 +9,19 @@ which does not generalise. Expect nulls, and some losses.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from betternorm.alpha import calibrate, set_alpha, weighed_layers
-from betternorm.lab.data import Loader
+from torch import nn
+
+from betternorm.alpha import calibrate, set_alpha
+from betternorm.lab.data import Data, Loader
 from betternorm.lab.experiments import suite
 from betternorm.lab.experiments.suite import Findings, Label, Runs
 from betternorm.lab.experiments.tasks import TASKS, steps, with_norm
 from betternorm.lab.results import Figure, Table
-from betternorm.lab.training import Config, evaluate, load_data
-from betternorm.lab.trials import Progress, Runtime, Trial
-from betternorm.surgery import convert
+from betternorm.lab.training import evaluate
+from betternorm.lab.trials import Progress, Trial
 
 TITLE = "What the paper tried in vain"
 PLACE = "Appendix C"
@@ -39,29 +39,24 @@ SAME = 0.5  # points of top-1 that count as no difference
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recalibrated(Config):
+class Recalibrated(suite.OnTrained):
     """A trained network judged with other averages in its norm layers; nothing is trained."""
 
     kind: ClassVar[str] = "recalibrated"
 
-    def run(self, folder: Path, runtime: Runtime, progress: Progress) -> dict[str, Any]:
-        config = Config(**{item.name: getattr(self, item.name) for item in fields(Config)})
-        network = suite.network_of(config, folder, runtime)
-        if not weighed_layers(network):
-            convert(network, "weighed")
+    def measure(self, network: nn.Module, data: Data, progress: Progress) -> dict[str, Any]:
         set_alpha(network, 0.0)
-        data = load_data(config, runtime)
-        test = data.validation if data.test is None else data.test
+        test = suite.judged_on(data)
         sources = {
-            "augmented": Loader(data, data.train, config.batch_size, train=True, seed=config.seed),
+            "augmented": Loader(data, data.train, self.batch_size, train=True, seed=self.seed),
             "plain": Loader(data, data.train, 250),
-            "test": Loader(data, test, 250),
+            "test": test,
         }
         found = {}
         for number, name in enumerate(AVERAGES):
             if name in sources:
                 calibrate(network, sources[name], progress=False)
-            (row,) = evaluate(network, Loader(data, test, 250))
+            (row,) = evaluate(network, test)
             found |= {f"{metric}_{name}": value for metric, value in row.items()}
             progress((number + 1) / len(AVERAGES))
         return found
@@ -73,7 +68,7 @@ def arms(scale: str) -> dict[Label, Trial]:
     length = steps(config)
     few, many = max(2, groups // 4), groups * 2
     return {
-        (task, "averages"): Recalibrated(**{item.name: getattr(config, item.name) for item in fields(Config)}),
+        (task, "averages"): Recalibrated.of(config),
         (task, "Group Norm"): with_norm(config, "group", num_groups=groups),
         (task, "noise"): with_norm(config, f"{own}noisy_group", num_groups=groups, strength=SPREAD[scale]),
         (task, "random groups"): with_norm(config, f"{own}random_group", num_groups=groups),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,15 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from betternorm.alpha import set_alpha, weighed_layers
-from betternorm.lab.data import Loader
+from betternorm.lab.data import Data, Loader
 from betternorm.lab.experiments import ghost_size, suite
 from betternorm.lab.experiments.suite import Findings, Label, Runs
 from betternorm.lab.experiments.tasks import TASKS
 from betternorm.lab.results import Figure, Table, Verdict
-from betternorm.lab.training import Config, load_data
 from betternorm.lab.trials import Progress, Runtime, Trial
 from betternorm.layers import GroupedBatchNorm
-from betternorm.surgery import convert
 
 TITLE = "The range of the output, in training and at inference"
 PLACE = "Equation 2; appendices A and B"
@@ -71,7 +69,7 @@ class Extremes(Trial):
         extremes = torch.stack([torch.stack([output.min(), output.max()]) for output in found])
         reached = layer(inputs.detach())
         layer.eval()
-        layer.running_mean.zero_(), layer.running_var.fill_(1.0)  # what a layer may hold that saw inputs near 1
+        layer.reset_running_stats()  # mean 0 and variance 1: a layer that has seen nothing like these inputs
         at_inference = layer(lone)
         return {
             "bound": math.sqrt(self.values - 1),
@@ -85,23 +83,19 @@ class Extremes(Trial):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ranges(Config):
+class Ranges(suite.OnTrained):
     """The range in the last norm layer of a trained network: over an epoch of training, and over the test set."""
 
     kind: ClassVar[str] = "output-ranges"
 
-    def run(self, folder: Path, runtime: Runtime, progress: Progress) -> dict[str, Any]:
-        config = Config(**{item.name: getattr(self, item.name) for item in fields(Config)})
-        network = suite.network_of(config, folder, runtime)
-        if not weighed_layers(network):
-            convert(network, "weighed")
-        data = load_data(config, runtime)
+    def measure(self, network: nn.Module, data: Data, progress: Progress) -> dict[str, Any]:
         *_, last = weighed_layers(network).values()
         tuned = last.alpha
         with torch.no_grad():  # the output before gamma and beta; nothing after this layer matters here
-            last.weight.fill_(1.0), last.bias.fill_(0.0)
-        training = Loader(data, data.train, config.batch_size, train=True, seed=config.seed)
-        testing = Loader(data, data.validation if data.test is None else data.test, 250)
+            last.weight.fill_(1.0)
+            last.bias.fill_(0.0)
+        training = Loader(data, data.train, self.batch_size, train=True, seed=self.seed)
+        testing = suite.judged_on(data)
         found: dict[str, Any] = {"alpha": tuned}
         for name, loader, alpha in (
             ("training", training, 0.0),
@@ -112,7 +106,7 @@ class Ranges(Config):
             set_alpha(one, alpha)
             low, high, space = _range(one, loader)
             found |= {f"{name}_minimum": low, f"{name}_maximum": high}
-        examples = last.examples_per_group or config.batch_size
+        examples = last.examples_per_group or self.batch_size
         return found | {"values": examples * space, "bound": math.sqrt(examples * space - 1)}
 
 
@@ -141,7 +135,7 @@ def arms(scale: str) -> dict[Label, Trial]:
     task = next(iter(TASKS[scale]))
     for label, config in ghost_size.arms(scale).items():
         if label[0] == task:
-            found["network", label[1]] = Ranges(**{item.name: getattr(config, item.name) for item in fields(Config)})
+            found["network", label[1]] = Ranges.of(config)
     return found
 
 

@@ -8,17 +8,19 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
-from betternorm.alpha import AlphaSearch, tune_alpha
+from betternorm.alpha import AlphaSearch, tune_alpha, weighed_layers
 from betternorm.lab import stats
+from betternorm.lab.data import Data, Loader
 from betternorm.lab.results import Figure, Outcome, Series, Table, Verdict
 from betternorm.lab.store import Row, Store
-from betternorm.lab.training import JUDGED_BY, Config, trained
+from betternorm.lab.training import JUDGED_BY, Config, load_data, trained
 from betternorm.lab.training import run as train
-from betternorm.lab.trials import Runtime
+from betternorm.lab.trials import Progress, Runtime
+from betternorm.surgery import convert
 
 Label = tuple[Any, ...]
 NOT_RUN = "not run"
@@ -219,6 +221,33 @@ def data_file(name: str, runtime: Runtime) -> Path:
     """A file as it is named, or in the folder of the datasets."""
     place = Path(runtime.data_root or os.environ.get("BETTERNORM_DATA") or "data") / name
     return place if place.is_file() else Path(name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnTrained(Config):
+    """A trial that trains nothing: it measures the network of the training with the same fields."""
+
+    kind: ClassVar[str] = "on-trained"
+
+    @classmethod
+    def of(cls, config: Config) -> OnTrained:
+        return cls(**config.config)
+
+    def run(self, folder: Path, runtime: Runtime, progress: Progress) -> dict[str, Any]:
+        config = Config(**self.config)
+        network = network_of(config, folder, runtime)
+        if not weighed_layers(network):
+            convert(network, "weighed")
+        return self.measure(network, load_data(config, runtime), progress)
+
+    def measure(self, network: nn.Module, data: Data, progress: Progress) -> dict[str, Any]:
+        """What goes into the row. The network is in evaluation mode, with its tuned alpha."""
+        raise NotImplementedError(f"{type(self).__name__} has to say what it measures")
+
+
+def judged_on(data: Data) -> Loader:
+    """The test data, or the validation data where there is none."""
+    return Loader(data, data.validation if data.test is None else data.test, 250)
 
 
 def network_of(config: Config, folder: Path, runtime: Runtime) -> nn.Module:
