@@ -174,6 +174,7 @@ def shrunk(trial, weights):
             "batch_size": batch,
             "precision": "32-true",
             "alpha_grid": (0.0, 1.0),
+            "test": False,
         }
         few |= {"finetune_from": weights} if trial.finetune_from else {}
     else:
