@@ -60,6 +60,16 @@ def test_the_report_of_a_demo_is_a_page_and_files(tmp_path, capsys):
     assert (folder / "demo" / "rows.csv").is_file()
 
 
+def test_the_report_for_machines(tmp_path, capsys):
+    fill(tmp_path)
+    assert main(["report", str(tmp_path), "--json"]) == OK
+    found = json.loads(capsys.readouterr().out)
+    assert found["written"] == [str(tmp_path / "report.html")]
+    (told,) = found["experiments"]
+    assert (told["name"], told["scale"]) == ("demo", "demo")
+    assert told["verdicts"][0]["outcome"] == "seen"
+
+
 def test_a_folder_without_a_store_is_refused_and_left_alone(tmp_path, capsys):
     assert main(["report", str(tmp_path / "nothing")]) == BAD_INPUT
     assert "has no store.sqlite" in capsys.readouterr().err

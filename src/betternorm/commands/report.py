@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import json
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from betternorm.cli import OK, UserError
 from betternorm.lab import demo, experiments
 from betternorm.lab.report import files, page, shared
-from betternorm.lab.results import Result
+from betternorm.lab.results import Result, Verdict
 from betternorm.progress import track
 from betternorm.tables import table
 from betternorm.terminal import show
@@ -28,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--files", metavar="FOLDER", help="write figures, tables, Markdown and raw rows there as well")
     parser.add_argument("--scale", nargs="+", choices=experiments.SCALES, help="only experiments at these scales")
     parser.add_argument("--title", default="Improving batch normalisation, reproduced", help="of the page")
+    parser.add_argument("--json", action="store_true", help="print what was written and all verdicts as JSON")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
 
@@ -38,16 +42,16 @@ def run(arguments: argparse.Namespace) -> int:
     results = collect(folder, arguments.scale, False if arguments.quiet else None)
     if not results:
         raise UserError(f"{folder} has no finished trial of an experiment; `betternorm reproduce` runs them")
-    written = page.write(results, arguments.out or folder / "report.html", arguments.title)
-    show(
-        table(
-            ["experiment", "scale", "trials", "claims"],
-            [[result.name, result.scale, len(result.rows), shared.tally(result.verdicts)] for result in results],
-        )
-    )
-    print(f"\n{written.resolve()}")
+    written = [page.write(results, arguments.out or folder / "report.html", arguments.title).resolve()]
     if arguments.files:
-        print(files.write(results, arguments.files)[0].resolve())
+        written.append(files.write(results, arguments.files)[0].resolve())
+    if arguments.json:
+        told = [{"name": one.name, "scale": one.scale, "verdicts": one.verdicts} for one in results]
+        print(json.dumps({"written": written, "experiments": told}, default=_plain, indent=2, ensure_ascii=False))
+        return OK
+    rows = [[one.name, one.scale, len(one.rows), shared.tally(one.verdicts)] for one in results]
+    show(table(["experiment", "scale", "trials", "claims"], rows))
+    print("", *written, sep="\n")
     return OK
 
 
@@ -58,3 +62,8 @@ def collect(folder: Path, scales: list[str] | None = None, watched: bool | None 
     if not scales:
         found.append(demo.results(folder))
     return [result for results in found for result in results]
+
+
+def _plain(value: Path | Verdict) -> str | dict[str, Any]:
+    """What JSON has no word for."""
+    return str(value) if isinstance(value, Path) else asdict(value)
