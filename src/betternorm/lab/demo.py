@@ -1,7 +1,8 @@
 """The demo: a small residual network on few images, with plain batch norm and with the paper's four improvements.
 
-Two hundred training images of scikit-learn's digits are few enough to overfit, which is where what regularises helps.
-The settings below were chosen on validation data; what is reported is the test data, which every network reads once.
+Two hundred training images of scikit-learn's digits, without augmentation, are few enough to overfit: the regime was
+picked for that, because it is where what regularises helps. Of batch sizes 40, 64 and 100 and ghosts of 4 and 8, with
+four seeds each, validation data chose 40, the best for plain batch norm too, and 4. What is reported is the test data.
 """
 
 from __future__ import annotations
@@ -162,8 +163,9 @@ def _notes(rows: Rows) -> str:
         "apply: ghost batch norm, decay on gamma and beta, and a weight for the example at inference (alpha), tuned on "
         "validation data. The fourth, batch group norm, is for batches of two or three and is shown beside Group Norm "
         f"at a batch size of {GROUP.batch_size}, with alpha tuned for both.\n\n"
-        "Every number is of test data, which nothing was chosen on and each network read once. Intervals are of 95 %, "
-        "of differences between networks with the same seed."
+        "The regime was picked to overfit: few images, no augmentation. With random crops, plain batch norm overfits "
+        "less, and there is less to gain or nothing. Batch size and ghost size were chosen on validation data; every "
+        "number below is of test data. Intervals are of 95 %, of differences between networks with the same seed."
     )
 
 
