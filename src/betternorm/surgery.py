@@ -92,7 +92,7 @@ def convert(
         >>> model[1]
         GhostBatchNorm(64, ghost_size=8, eps=1e-05, momentum=0.1, affine=True)
         >>> revert(model)[1]
-        BatchNorm2d(64, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True)
+        BatchNorm2d(64, eps=1e-05, momentum=0.1, affine=True, ...)
     """
     if to not in OPTIONS:
         raise ValueError(f"to={to!r} is not a kind of layer; known are {', '.join(map(repr, OPTIONS))}")

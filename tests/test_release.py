@@ -1,0 +1,148 @@
+"""The wheel and the sdist, and the wheel in an environment that has torch and nothing else."""
+
+from __future__ import annotations
+
+import email
+import os
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+
+import betternorm
+
+ROOT = Path(__file__).parents[1]
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dist")
+    # Without isolation: nothing is fetched.
+    subprocess.run(
+        [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)],
+        check=True,
+        capture_output=True,
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> Path:
+    (found,) = built.glob("*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def empty(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Path:
+    """The Python of a new environment with the wheel in it, and torch with what torch itself requires."""
+    folder = tmp_path_factory.mktemp("empty")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(packages)
+    here = Path(sysconfig.get_path("purelib"))
+    for name in _needed_by("torch"):
+        for top in {Path(str(file)).parts[0] for file in distribution(name).files or ()} - {"..", "__pycache__"}:
+            if (here / top).exists() and not (packages / top).exists():
+                (packages / top).symlink_to(here / top)
+    return folder / "bin" / "python"
+
+
+def _needed_by(name: str) -> set[str]:
+    """A distribution and all that it requires, as far as it is installed."""
+    found, waiting = set(), [name]
+    while waiting:
+        current = waiting.pop()
+        if current in found:
+            continue
+        found.add(current)
+        for line in distribution(current).requires or ():
+            if ";" not in line or "extra" not in line.partition(";")[2]:
+                required = line.split(";")[0].split("[")[0].strip(" ()").split("<")[0].split(">")[0].split("=")[0]
+                try:
+                    distribution(required.strip("!~ "))
+                except Exception:
+                    continue
+                waiting.append(required.strip("!~ "))
+    return found
+
+
+def run(python: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    return subprocess.run([str(python), *words], capture_output=True, text=True, env=clean, cwd=python.parent)
+
+
+def test_the_wheel_requires_torch_alone(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        metadata = next(name for name in names if name.endswith(".dist-info/METADATA"))
+        described = email.message_from_bytes(archive.read(metadata))
+    required = [line for line in described.get_all("Requires-Dist", []) if "extra ==" not in line]
+    assert [line.split(">")[0] for line in required] == ["torch"]
+    assert described["Version"] == betternorm.__version__
+    assert {"betternorm/py.typed", "betternorm/kernel.c", "betternorm/lab/report/page.css"} <= set(names)
+    assert not [name for name in names if name.startswith(("tests", "docs", "benchmarks"))]
+
+
+def test_the_sdist_has_what_the_wheel_is_built_from_and_tested_with(built: Path) -> None:
+    (found,) = built.glob("*.tar.gz")
+    with tarfile.open(found) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "src/betternorm/kernel.c"} <= names
+    assert {"tests/test_layers.py", "docs/index.md", "constraints.txt", "Makefile"} <= names
+
+
+def test_import_with_torch_only(empty: Path) -> None:
+    names = "('numpy', 'scipy', 'sklearn', 'timm', 'torchvision', 'lightning', 'transformers', 'matplotlib')"
+    script = (
+        "import importlib.util, sys\n"
+        f"present = [name for name in {names} if importlib.util.find_spec(name)]\n"
+        "import betternorm, torch\n"
+        "model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU())\n"
+        "model = betternorm.upgrade(model, batch_size=16, verbose=False)\n"
+        "groups = betternorm.param_groups(model, 1e-3)\n"
+        "model(torch.randn(16, 3, 8, 8)).sum().backward()\n"
+        "print(present, type(model[1]).__name__, len(groups))\n"
+    )
+    found = run(empty, "-W", "ignore", "-c", script)
+    assert found.stdout == "[] GhostBatchNorm 2\n", found.stderr
+
+
+def test_importing_brings_in_nothing_of_ours_that_is_not_needed(empty: Path) -> None:
+    script = (
+        "import sys, torch; before = set(sys.modules)\n"
+        "import betternorm\n"
+        "new = {name for name in set(sys.modules) - before if not name.startswith(('torch', 'betternorm'))}\n"
+        "print(sorted(name for name in new if name.split('.')[0] not in sys.stdlib_module_names))\n"
+        "print(any(name.startswith(('betternorm.lab', 'betternorm.integrations', 'betternorm.commands'))"
+        " for name in sys.modules))\n"
+    )
+    found = run(empty, "-W", "ignore", "-c", script)
+    assert found.stdout == "[]\nFalse\n", found.stderr
+
+
+def test_the_command_line_without_the_lab(empty: Path, tmp_path: Path) -> None:
+    helped = run(empty, "-W", "ignore", "-m", "betternorm.cli", "--help")
+    assert helped.returncode == 0
+    assert "pip install 'betternorm[lab]'" in helped.stdout
+    assert "train       train a network with any norm, and tune alpha [lab]" in helped.stdout
+
+    refused = run(empty, "-W", "ignore", "-m", "betternorm.cli", "train")
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("betternorm train: needs ")
+    assert refused.stderr.endswith("which is not installed: pip install 'betternorm[lab]'\n")
+    assert refused.stderr.count("\n") == 1
+
+    (tmp_path / "nets.py").write_text(
+        "from torch import nn\ndef build():\n    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))\n"
+    )
+    inspected = run(empty, "-W", "ignore", "-m", "betternorm.cli", "inspect", f"{tmp_path}/nets.py:build")
+    assert inspected.returncode == 0, inspected.stderr
+    assert "1 norm layers" in inspected.stdout

@@ -1,0 +1,109 @@
+"""The site builds strictly, fetches nothing, and can be used by everyone."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 375, "height": 812}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+    )
+    assert built.returncode == 0, built.stderr
+    return folder
+
+
+def test_pages_come_without_anything_from_elsewhere(site: Path) -> None:
+    pages = list(site.rglob("*.html"))
+    assert len(pages) >= 14
+    fetched = (
+        r'<(?:script|img|iframe)[^>]*src="(?:https?:)?//|<link[^>]*rel="(?:stylesheet|preconnect)"[^>]*href="https?:'
+    )
+    for page in pages:
+        assert not re.search(fetched, page.read_text()), page
+
+
+def test_reference_has_every_public_name_and_its_formulas(site: Path) -> None:
+    import betternorm
+
+    page = (site / "reference.html").read_text()
+    for name in betternorm.__all__:
+        assert f'id="{name.lower()}"' in page, f"{name} is not in SECTIONS of tools/site.py"
+    assert page.count("<math") > 5
+    for markup in (":class:", ":func:", ".. math", "===="):
+        assert markup not in page
+
+
+def test_the_command_line_has_a_section_for_every_command(site: Path) -> None:
+    from betternorm.cli import COMMANDS
+
+    page = (site / "command-line.html").read_text()
+    for name in COMMANDS:
+        assert f'<h2 id="{name}"' in page
+
+
+@pytest.mark.slow
+class TestInABrowser:
+    PAGES = (
+        "index",
+        "reference",
+        "how-it-works",
+        "command-line",
+        "scaling",
+        "methods/ghost-batch-norm",
+        "results/index",
+    )
+
+    @pytest.fixture
+    def visit(self, browser: Any, site: Path) -> Any:
+        """Opens a page from the disk; afterwards nothing may have been complained of, and nothing fetched."""
+        contexts, complaints = [], []
+
+        def opened(page: str, viewport: dict[str, int] = DESKTOP, scheme: str = "light") -> Any:
+            contexts.append(browser.new_context(viewport=viewport, color_scheme=scheme, offline=True))
+            tab = contexts[-1].new_page()
+            tab.on("console", lambda message: complaints.append(message.text))
+            tab.on("pageerror", lambda error: complaints.append(str(error)))
+            tab.on("request", lambda request: request.url.startswith("http") and complaints.append(request.url))
+            tab.goto((site / f"{page}.html").as_uri())
+            return tab
+
+        yield opened
+        for context in contexts:
+            context.close()
+        assert complaints == []
+
+    @pytest.mark.parametrize("page", PAGES)
+    @pytest.mark.parametrize("scheme", ["light", "dark"])
+    def test_nothing_serious_is_in_the_way_of_anyone(self, visit: Any, page: str, scheme: str) -> None:
+        axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+        found = axe.run(visit(page, scheme=scheme)).response["violations"]
+        grave = [(v["id"], v["nodes"][0]["target"]) for v in found if v["impact"] in ("serious", "critical")]
+        assert grave == []
+
+    @pytest.mark.parametrize("page", PAGES)
+    def test_a_phone_scrolls_in_one_direction(self, visit: Any, page: str) -> None:
+        assert visit(page, PHONE).evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+
+    def test_search_works_from_the_disk_by_keyboard(self, visit: Any) -> None:
+        tab = visit("index")
+        tab.keyboard.press("/")
+        tab.keyboard.type("ghost size")
+        tab.locator(".md-search-result__item").first.wait_for(timeout=30_000)
+        assert "Ghost batch norm" in tab.locator(".md-search-result__list").inner_text()
