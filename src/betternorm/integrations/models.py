@@ -37,9 +37,7 @@ def load_model(spec: str, **keywords: Any) -> nn.Module:
     try:
         model = build(**keywords)
     except TypeError as error:
-        raise UserError(
-            f"model {spec!r} could not be built with {keywords or 'no arguments'}: {error}"
-        ) from error
+        raise UserError(f"model {spec!r} could not be built with {keywords or 'no arguments'}: {error}") from error
     if not isinstance(model, nn.Module):
         raise UserError(f"model {spec!r} gave a {type(model).__name__}, not a torch.nn.Module")
     return model
@@ -80,9 +78,7 @@ def _from_file(path: Path, function: str) -> Callable[..., nn.Module]:
         raise UserError(f"{path} does not run: {type(error).__name__}: {error}") from error
     build = getattr(module, function, None)
     if not callable(build):
-        public = [
-            name for name, value in vars(module).items() if callable(value) and not name.startswith("_")
-        ]
+        public = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
         raise UserError(f"{path} has no function {function!r}; it has {', '.join(public) or 'none'}")
     return build  # type: ignore[no-any-return]
 
