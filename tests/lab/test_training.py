@@ -447,6 +447,7 @@ def test_torch_is_left_as_it_was(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's compiler, about torch itself
 def test_a_compiled_network_is_the_same_network(tmp_path):
     training.run(SMALL, tmp_path / "plain", HERE)
     training.run(SMALL, tmp_path / "compiled", replace(HERE, compile=True))
