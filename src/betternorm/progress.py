@@ -25,10 +25,14 @@ def track(iterable: Iterable[T], label: str, total: int | None = None, show: boo
 
 
 class Bar:
-    """A bar to be moved by hand: ``with Bar("tuning", 100) as bar: ... bar.advance(10, note="loss 0.31")``."""
+    """A bar to be moved by hand: ``with Bar("tuning", 100) as bar: ... bar.advance(10, note="loss 0.31")``.
 
-    def __init__(self, label: str, total: int | None = None, show: bool | None = None) -> None:
-        self.label, self.total, self.done, self.note = label, total, 0, ""
+    ``done`` is what had been done before, and says nothing about the time that the rest will take.
+    """
+
+    def __init__(self, label: str, total: int | None = None, show: bool | None = None, done: int = 0) -> None:
+        self.label, self.total, self.done, self.note = label, total, done, ""
+        self._before = done
         self.show = sys.stderr.isatty() if show is None else show
         self._started = self._drawn = time.monotonic()
 
@@ -55,7 +59,8 @@ class Bar:
         if self.total:
             part = min(self.done / self.total, 1.0)
             filled = round(24 * part)
-            left = clock(elapsed / part - elapsed) if part else "--:--"
+            new = self.done - self._before
+            left = clock(elapsed * max(self.total - self.done, 0) / new) if new else "--:--"
             text = f"{'█' * filled}{'░' * (24 - filled)} {part:4.0%}  {self.done}/{self.total}  {left} left"
         else:
             text = f"{self.done}  {clock(elapsed)}"

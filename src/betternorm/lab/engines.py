@@ -78,8 +78,7 @@ class Watch:
     """The state of the whole grid on one line."""
 
     def __init__(self, total: int, done: int, show: bool | None) -> None:
-        self._bar = Bar("trials", total, show)
-        self._bar.done = done
+        self._bar = Bar("trials", total, show, done)
         self._parts: dict[str, float] = {}
         self._failed = 0
 

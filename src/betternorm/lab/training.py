@@ -266,8 +266,7 @@ class Session:
         """All epochs that are left, with a checkpoint after each."""
         total = self.config.epochs * self.steps_per_epoch
         show = self.runtime.show if self.fabric.is_global_zero else False
-        with Bar("training", total, show) as bar, self._curves() as curves:
-            bar.done = self.epoch * self.steps_per_epoch
+        with Bar("training", total, show, self.epoch * self.steps_per_epoch) as bar, self._curves() as curves:
             while self.epoch < self.config.epochs:
                 self._epoch(bar, progress)
                 for name, value in self.history[-1].items():
