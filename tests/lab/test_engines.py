@@ -58,7 +58,11 @@ def ray():
     module.shutdown()
 
 
-@pytest.fixture(params=engines.ENGINES)
+# Ray takes its time to start, and minutes on a machine that is busy.
+RAY = pytest.param("ray", marks=pytest.mark.slow)
+
+
+@pytest.fixture(params=[name if name != "ray" else RAY for name in engines.ENGINES])
 def engine(request):
     if request.param == "ray":
         request.getfixturevalue("ray")
@@ -80,7 +84,7 @@ def test_every_engine_gives_the_same_rows_in_order(tmp_path, engine):
     assert [starts(tmp_path, trial) for trial in some] == [1] * 6 + [2, 1]
 
 
-@pytest.mark.parametrize("engine", ["processes", "ray"])
+@pytest.mark.parametrize("engine", ["processes", RAY])
 def test_a_killed_worker_is_replaced_and_one_that_always_dies_is_given_up(tmp_path, engine, request):
     if engine == "ray":
         request.getfixturevalue("ray")
