@@ -18,7 +18,7 @@ from betternorm.terminal import show
 
 EXAMPLES = """examples:
   betternorm report reproduction-smoke                  its report.html, from all that has been run there
-  betternorm report reproduction-small --out small.html
+  betternorm report reproduction-small --output small.html
   betternorm report betternorm-demo --files results     Markdown, PNG, SVG and CSV too
 
 The page is one file that needs no network; it shows what has been run so far, and says what is missing."""
@@ -27,7 +27,7 @@ The page is one file that needs no network; it shows what has been run so far, a
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     parser.add_argument("folder", metavar="FOLDER", help="of the store, as reproduce and demo name it")
-    parser.add_argument("--out", metavar="FILE", help="the page (FOLDER/report.html)")
+    parser.add_argument("--output", "--out", dest="out", metavar="FILE", help="the page (FOLDER/report.html)")
     parser.add_argument("--files", metavar="FOLDER", help="write figures, tables, Markdown and raw rows there as well")
     parser.add_argument("--scale", nargs="+", choices=experiments.SCALES, help="only experiments at these scales")
     parser.add_argument("--title", default="Improving batch normalisation, reproduced", help="of the page")

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
+import sys
+from dataclasses import asdict
+from typing import Any
 
 from betternorm.cli import FINDING, OK, UserError
 from betternorm.commands.train import RUNTIME
@@ -12,6 +16,7 @@ from betternorm.lab.results import Result
 from betternorm.lab.store import FAILED, Store
 from betternorm.lab.trials import Runtime, process_rank
 from betternorm.tables import table
+from betternorm.terminal import show
 
 EXAMPLES = f"""experiments:
   {", ".join(experiments.NAMES[:6])},
@@ -35,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scale", choices=experiments.SCALES, default="smoke", help="how large (smoke)")
     parser.add_argument("--seeds", type=int, help="runs of every arm (each experiment's own number)")
     parser.add_argument("--plan", action="store_true", help="say what it would take, and run nothing")
-    parser.add_argument("--folder", help="folder of the store (reproduction-SCALE)")
+    parser.add_argument("--output", "--folder", dest="folder", help="folder of the store (reproduction-SCALE)")
     parser.add_argument(
         "--pages", help="a folder of results: take the finished rows in it, and write pages, figures and rows there"
     )
@@ -47,7 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--engine", choices=engines.ENGINES, default="here", help="where trials run (here)")
     how.add_argument("--processes", type=int, help="of --engine processes, or of a Ray started here")
     how.add_argument("--address", help="of a running Ray cluster")
-    how.add_argument("--retry", action="store_true", help="run what failed again")
+    how.add_argument("--retry", action=argparse.BooleanOptionalAction, default=False, help="run what failed again")
+    how.add_argument("--json", action="store_true", help="print tables and verdicts as JSON")
     how.add_argument("--quiet", action="store_true", help="no progress bar")
     for name in SHARED:
         default = getattr(Runtime, name)
@@ -69,24 +75,27 @@ def run(arguments: argparse.Namespace) -> int:
     store = Store(folder)
     if arguments.pages:
         experiments.restore(arguments.pages, arguments.scale, store)
-    show = False if arguments.quiet else None
+    bars = False if arguments.quiet else None
     results = experiments.run(
         names,
         arguments.scale,
         folder,
         seeds=arguments.seeds,
         own=own,
-        runtime=Runtime(**{name: getattr(arguments, name) for name in SHARED}, show=show),
+        runtime=Runtime(**{name: getattr(arguments, name) for name in SHARED}, show=bars),
         engine=arguments.engine,
         workers=arguments.processes,
         address=arguments.address,
         retry=arguments.retry,
-        show=show,
+        show=bars,
     )
     if process_rank() > 0:
         return OK
-    for result in results:
-        print(shown(result))
+    if arguments.json:
+        print(json.dumps([as_plain(result) for result in results], indent=2, ensure_ascii=False))
+    else:
+        for result in results:
+            show(shown(result))
     if arguments.pages:
         write_pages(folder, arguments.scale, arguments.pages)
     return FINDING if any(row.status == FAILED for row in store.rows(status=FAILED)) else OK
@@ -105,7 +114,13 @@ def write_pages(folder: str, scale: str, pages: str) -> None:
     from betternorm.lab.report import files
 
     written = files.write(experiments.results(folder, scale), pages)
-    print(f"{len(written)} files in {pages}, from {written[0]}")
+    print(f"{len(written)} files in {pages}, from {written[0]}", file=sys.stderr)
+
+
+def as_plain(result: Result) -> dict[str, Any]:
+    """A result as text and numbers, for machines."""
+    told = {"name": result.name, "scale": result.scale, "trials": len(result.rows)}
+    return told | {"tables": [asdict(one) for one in result.tables], "verdicts": [asdict(v) for v in result.verdicts]}
 
 
 def shown(result: Result) -> str:

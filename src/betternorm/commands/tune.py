@@ -47,7 +47,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--data", required=True, help="a folder with a folder a class, an .npz with images and labels, or a dataset")
     add("--data-root", type=Path, metavar="FOLDER", help="where a dataset known by its name lies (default: data)")
     add("--split", choices=["val", "test"], default="val", help="of a dataset known by its name (default: val)")
-    add("--out", type=Path, metavar="FILE", help="the tuned checkpoint (default: CHECKPOINT-tuned, beside it)")
+    add(
+        "--output",
+        "--out",
+        dest="out",
+        type=Path,
+        metavar="FILE",
+        help="the tuned checkpoint (default: CHECKPOINT-tuned, beside it)",
+    )
     add("--objective", default="cross_entropy", choices=list(METRICS), help="(default: cross_entropy)")
     add("--per-layer", action="store_true", help="also fit one alpha a layer, and keep it where it is better")
     add("--grid", type=int, metavar="N", help="try N alphas instead of searching")
