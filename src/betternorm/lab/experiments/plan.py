@@ -73,7 +73,7 @@ def describe(names: Sequence[str], scale: str, seeds: int | None, words: Sequenc
             table(headers, rows),
             f"Rule: a GPU does {GPU_SPEED / 1e12:g} T operations a second (one A100-class GPU in practice); this CPU "
             f"was timed on {IMAGES} images a step, with {torch.get_num_threads()} threads. Neither reading images nor "
-            "tuning alpha is counted.",
+            "tuning alpha is counted, and batches of one or two, which keep a GPU waiting, will take longer.",
             table(["data", "to fetch, GB", "on disk, GB"], fetched),
             "one machine, one GPU:    " + f"{command} --data-root DATA --download",
             "one machine, 8 GPUs:     " + f"{command} --data-root DATA --engine ray",
