@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,11 @@ import pytest
 import torch
 
 from betternorm import kernel
+
+# A shell without job control starts what it puts into the background deaf to Ctrl-C, and the programs that tests start
+# and interrupt would inherit that.
+if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Several workers with several threads each wait for one another longer than they compute.
 if "PYTEST_XDIST_WORKER" in os.environ:
