@@ -68,11 +68,10 @@ def grouped_batch_norm(
     elif torch.compiler.is_compiling():
         # The compiler fuses the plain form better than it could a function that is opaque to it.
         return _plain(x, weight, bias, channels_per_group, groups, eps)
-    y, mean, var, _, _ = cast(
-        tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-        _Grouped.apply(x, weight, bias, channels_per_group, groups, eps),  # type: ignore[no-untyped-call]
-    )
-    return y, mean, var
+    if torch._C._are_functorch_transforms_active():
+        return _plain(x, weight, bias, channels_per_group, groups, eps)  # which torch.func can transform
+    result = _Grouped.apply(x, weight, bias, channels_per_group, groups, eps)  # type: ignore[no-untyped-call]
+    return cast(tuple[Tensor, Tensor, Tensor], result)
 
 
 def grouped_batch_norm_reference(
@@ -149,6 +148,8 @@ def update_moving_averages(
     They are kept as mean and variance, so the variance takes up the distance between the two means:
     (1 - t) V + t v + t (1 - t) (m - M)², with t the momentum.
     """
+    if kernel.move(running_mean, running_var, mean, var, momentum):
+        return
     step = mean.to(running_mean.dtype) - running_mean
     running_var.mul_(1 - momentum).add_(var, alpha=momentum)
     running_var.addcmul_(step, step, value=momentum * (1 - momentum))
@@ -185,31 +186,25 @@ class _Grouped(torch.autograd.Function):
 
     @staticmethod
     def forward(
+        ctx: Any,
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
         channels_per_group: int,
         groups: int,
         eps: float,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         if kernel.serves(x, channels_per_group):
             y, mean, rstd, batch_mean, batch_var = kernel.forward(
                 x, weight, bias, groups, channels_per_group, eps, True
             )
-            return y, batch_mean, batch_var, mean, rstd
-        mean, rstd, batch_mean, batch_var = _statistics(x, channels_per_group, groups, eps)
-        scale = _by_example(rstd, x, channels_per_group)
-        y = (x - _by_example(mean, x, channels_per_group)) * scale
-        return _affine(y, weight, bias).to(x.dtype), batch_mean, batch_var, mean, rstd
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        x, weight, bias, ctx.channels_per_group, ctx.groups, ctx.eps = inputs
-        ctx.bias_type = None if bias is None else bias.dtype
-        _, batch_mean, batch_var, mean, rstd = output
-        ctx.mark_non_differentiable(batch_mean, batch_var, mean, rstd)
-        keep = (mean.numel() + rstd.numel()) <= KEEP_STATISTICS_BELOW * x.numel()
-        ctx.save_for_backward(x, weight, mean if keep else None, rstd if keep else None)
+        else:
+            mean, rstd, batch_mean, batch_var = _statistics(x, channels_per_group, groups, eps)
+            centred = x - _by_example(mean, x, channels_per_group)
+            y = _affine(centred * _by_example(rstd, x, channels_per_group), weight, bias).to(x.dtype)
+        _keep(ctx, x, weight, bias, channels_per_group, groups, eps, mean, rstd)
+        ctx.mark_non_differentiable(batch_mean, batch_var)
+        return y, batch_mean, batch_var
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
@@ -237,12 +232,28 @@ class _Grouped(torch.autograd.Function):
         )
 
 
+def _keep(
+    ctx: Any,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    channels_per_group: int,
+    groups: int,
+    eps: float,
+    mean: Tensor,
+    rstd: Tensor,
+) -> None:
+    ctx.channels_per_group, ctx.groups, ctx.eps = channels_per_group, groups, eps
+    ctx.bias_type = None if bias is None else bias.dtype
+    small = mean.numel() + rstd.numel() <= KEEP_STATISTICS_BELOW * x.numel()
+    ctx.save_for_backward(x, weight, mean if small else None, rstd if small else None)
+
+
 def _setup_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, weight, bias, groups, channels_per_group, eps, _ = inputs
-    y, mean, rstd, batch_mean, batch_var = output
-    _Grouped.setup_context(
-        ctx, (x, weight, bias, channels_per_group, groups, eps), (y, batch_mean, batch_var, mean, rstd)
-    )
+    _, mean, rstd, batch_mean, batch_var = output
+    _keep(ctx, x, weight, bias, channels_per_group, groups, eps, mean, rstd)
+    ctx.mark_non_differentiable(batch_mean, batch_var, mean, rstd)
 
 
 def _operator_backward(ctx: Any, dy: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:

@@ -381,3 +381,14 @@ void example_moments(Shape s, const float *x, const float *guess, float *mean, f
         }
     }
 }
+
+/* Moving averages of x and x^2, kept as mean and variance. Written so that infinity stays infinity. */
+void move(long channels, float *running_mean, float *running_var, const float *mean, const float *variance,
+          double momentum) {
+    const float t = (float)momentum, rest = (float)(1 - momentum);
+    for (long c = 0; c < channels; c++) {
+        const float step = mean[c] - running_mean[c];
+        running_var[c] = rest * running_var[c] + t * variance[c] + t * rest * step * step;
+        running_mean[c] = rest * running_mean[c] + t * mean[c];
+    }
+}

@@ -31,8 +31,9 @@ MOST_CHANNELS_PER_GROUP = 4096
 def serves(x: Tensor, channels_per_group: int = 1) -> bool:
     """Whether the kernel takes this tensor. Compiles the kernel at the first call that could use it."""
     return (
-        x.device.type == "cpu"
-        and x.dtype == torch.float32
+        x.dtype == torch.float32
+        and x.device.type == "cpu"
+        and (torch.compiler.is_compiling() or _has_memory(x))
         and channels_per_group <= MOST_CHANNELS_PER_GROUP
         and x.numel() > 0
         and (x.is_contiguous() or _is_channels_last(x))
@@ -64,9 +65,8 @@ def forward(
     write: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Output (empty without ``write``), group mean, group 1 / std, batch mean and biased batch variance."""
-    result: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = torch.ops.betternorm.forward(
-        x, weight, bias, groups, channels_per_group, eps, write
-    )
+    run = torch.ops.betternorm.forward if torch.compiler.is_compiling() else _forward
+    result: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = run(x, weight, bias, groups, channels_per_group, eps, write)
     return result
 
 
@@ -89,9 +89,8 @@ def infer(
     eps: float,
 ) -> Tensor:
     """Inference with weight ``alpha`` on the example's own statistics."""
-    result: Tensor = torch.ops.betternorm.infer(
-        x, running_mean, running_var, weight, bias, alpha, channels_per_group, eps
-    )
+    run = torch.ops.betternorm.infer if torch.compiler.is_compiling() else _infer
+    result: Tensor = run(x, running_mean, running_var, weight, bias, alpha, channels_per_group, eps)
     return result
 
 
@@ -102,6 +101,19 @@ def example_moments(x: Tensor, guess: Tensor) -> tuple[Tensor, Tensor]:
     """
     result: tuple[Tensor, Tensor] = torch.ops.betternorm.example_moments(x, guess)
     return result
+
+
+def move(running_mean: Tensor, running_var: Tensor, mean: Tensor, var: Tensor, momentum: float) -> bool:
+    """`functional.update_moving_averages` in one call instead of six; False where the kernel does not take them."""
+    tensors = (running_mean, running_var, mean, var)
+    if torch.compiler.is_compiling() or not all(serves(t) for t in tensors):
+        return False
+    library = _library()[0]
+    assert library is not None
+    library.move(mean.numel(), *map(_address, tensors), momentum)
+    for changed in tensors[:2]:
+        torch.autograd.graph.increment_version(changed)
+    return True
 
 
 # ---- the library ----
@@ -143,7 +155,8 @@ def _library() -> tuple[ctypes.CDLL | None, str]:
     library.backward.argtypes = [_Shape, *[pointer] * 9]
     library.infer.argtypes = [_Shape, *[pointer] * 5, double, double, pointer]
     library.example_moments.argtypes = [_Shape, *[pointer] * 4]
-    for function in (library.forward, library.backward, library.infer, library.example_moments):
+    library.move.argtypes = [ctypes.c_long, *[pointer] * 4, double]
+    for function in (library.forward, library.backward, library.infer, library.example_moments, library.move):
         function.restype = None
     return library, str(path)
 
@@ -198,7 +211,12 @@ def _processor() -> str:
     return "\n".join(next((line for line in lines if line.startswith(name)), "") for name in ("model name", "flags"))
 
 
-# ---- torch operators, so that torch.compile can put calls of the kernel into a graph ----
+def _has_memory(x: Tensor) -> bool:
+    """Not so for the tensors of tracing tools and of torch.func, which stand for others."""
+    return type(x) in (Tensor, torch.nn.Parameter) and not torch._C._are_functorch_transforms_active()
+
+
+# ---- calls of the library; as torch operators too, so that torch.compile can put them into a graph ----
 
 
 def _is_channels_last(x: Tensor) -> bool:
