@@ -55,7 +55,7 @@ static long unit_width(const Shape *s) {
     long width = LANES;
     if (s->channels_last) {
         width = WIDEST;
-        while (width > LANES && s->groups * ((s->channels + width - 1) / width) < 2 * s->threads) width /= 2;
+        while (width > LANES && s->groups * ((s->channels + width - 1) / width) < s->threads) width /= 2;
     } else if (s->space * s->channels_per_group > STRETCH) {
         width = 1;
     }
@@ -200,34 +200,73 @@ static void channel_statistics(const Shape *s, Unit u, const float *x, const flo
 /* ---- one value out for every value of a unit ---- */
 
 /* out = dy * scale + (x - centre) * slope + shift, or without dy where it is NULL */
-INLINE void write_run(long count, const long step, const float *restrict x, const float *restrict dy,
-                      const float *restrict centre, const float *restrict scale, const float *restrict slope,
-                      const float *restrict shift, float *restrict out) {
+typedef struct {
+    const float *centre, *scale, *slope, *shift;
+} Coefficients;
+
+INLINE void write_run(const int with_dy, long count, const float *restrict x, const float *restrict dy, float centre,
+                      float scale, float slope, float shift, float *restrict out) {
     for (long i = 0; i < count; i++) {
-        const long k = i * step; /* 1: a coefficient for each value; 0: one for all */
-        const float own = (x[i] - centre[k]) * slope[k] + shift[k];
-        out[i] = dy ? dy[i] * scale[k] + own : own;
+        const float own = (x[i] - centre) * slope + shift;
+        out[i] = with_dy ? dy[i] * scale + own : own;
     }
 }
 
-INLINE void write_unit(const Shape *s, Unit u, const float *x, const float *dy, const float *centre, const float *scale,
-                       const float *slope, const float *shift, float *out) {
+/* Channels last: `vectors` times LANES channels, whose coefficients stay in registers, or `width` of them. */
+INLINE void write_rows(const int with_dy, const int vectors, long width, long rows, long stride, const float *x,
+                       const float *dy, Coefficients k, float *out) {
+    if (!vectors) {
+        for (long row = 0; row < rows; row++, x += stride, dy += stride, out += stride)
+            for (long c = 0; c < width; c++)
+                write_run(with_dy, 1, x + c, dy + c, k.centre[c], k.scale[c], k.slope[c], k.shift[c], out + c);
+        return;
+    }
+    vec centre[vectors], scale[vectors], slope[vectors], shift[vectors];
+    for (int v = 0; v < vectors; v++) {
+        centre[v] = load(k.centre + v * LANES);
+        scale[v] = load(k.scale + v * LANES);
+        slope[v] = load(k.slope + v * LANES);
+        shift[v] = load(k.shift + v * LANES);
+    }
+    for (long row = 0; row < rows; row++, x += stride, dy += stride, out += stride)
+        for (int v = 0; v < vectors; v++) {
+            vec value = (load(x + v * LANES) - centre[v]) * slope[v] + shift[v];
+            if (with_dy) value += load(dy + v * LANES) * scale[v];
+            *(vec *)(out + v * LANES) = value;
+        }
+}
+
+INLINE void write_values(const int with_dy, const Shape *s, Unit u, const float *x, const float *dy, Coefficients k,
+                         float *out) {
     const long C = s->channels, S = s->space;
     if (!s->channels_last) {
         for (long n = u.n0; n < u.n1; n++)
             for (long c = 0; c < u.width; c++) {
                 const long at = (n * C + u.c0 + c) * S;
-                write_run(S, 0, x + at, dy ? dy + at : 0, centre + c, scale + c, slope + c, shift + c, out + at);
+                write_run(with_dy, S, x + at, dy + at, k.centre[c], k.scale[c], k.slope[c], k.shift[c], out + at);
             }
         return;
     }
-    for (long row = u.n0 * S; row < u.n1 * S; row++) {
-        const long at = row * C + u.c0;
-        if (u.width == 64) write_run(64, 1, x + at, dy ? dy + at : 0, centre, scale, slope, shift, out + at);
-        else if (u.width == 32) write_run(32, 1, x + at, dy ? dy + at : 0, centre, scale, slope, shift, out + at);
-        else if (u.width == 16) write_run(16, 1, x + at, dy ? dy + at : 0, centre, scale, slope, shift, out + at);
-        else write_run(u.width, 1, x + at, dy ? dy + at : 0, centre, scale, slope, shift, out + at);
+    const long rows = (u.n1 - u.n0) * S, start = u.n0 * S * C + u.c0;
+    for (long c = 0; c < u.width;) {
+        const Coefficients here = {k.centre + c, k.scale + c, k.slope + c, k.shift + c};
+        const long at = start + c, left = u.width - c;
+        if (left >= 4 * LANES) {
+            write_rows(with_dy, 4, 0, rows, C, x + at, dy + at, here, out + at);
+            c += 4 * LANES;
+        } else if (left >= LANES) {
+            write_rows(with_dy, 1, 0, rows, C, x + at, dy + at, here, out + at);
+            c += LANES;
+        } else {
+            write_rows(with_dy, 0, left, rows, C, x + at, dy + at, here, out + at);
+            c = u.width;
+        }
     }
+}
+
+static void write_unit(const Shape *s, Unit u, const float *x, const float *dy, Coefficients k, float *out) {
+    if (dy) write_values(1, s, u, x, dy, k, out);
+    else write_values(0, s, u, x, x, k, out);
 }
 
 /* ---- from tables of (groups, channels) to one number a channel ---- */
@@ -302,7 +341,7 @@ void forward(Shape s, const float *x, const float *weight, const float *bias, do
                 shift[c] = (float)((bias ? bias[u.c0 + c] : 0) + (centre[c] - mean) * slope[c]);
             }
         }
-        if (y) write_unit(&s, u, x, 0, centre, slope, slope, shift, y);
+        if (y) write_unit(&s, u, x, NULL, (Coefficients){centre, slope, slope, shift}, y);
     }
     batch_statistics(&s, channel_mean, channel_variance, batch_mean, batch_variance);
 }
@@ -335,7 +374,7 @@ void backward(Shape s, const float *dy, const float *x, const float *weight, con
                 shift[c] = (float)(-mean_dy * r);
             }
         }
-        if (dx) write_unit(&s, u, x, dy, centre, scale, slope, shift, dx);
+        if (dx) write_unit(&s, u, x, dy, (Coefficients){centre, scale, slope, shift}, dx);
     }
     add_groups(&s, sum_dy, dbias);
     add_groups(&s, sum_dy_xhat, dweight);
@@ -365,7 +404,7 @@ void infer(Shape s, const float *x, const float *running_mean, const float *runn
                 shift[c] = (float)((bias ? bias[u.c0 + c] : 0) + (centre[c] - mean) * slope[c]);
             }
         }
-        write_unit(&s, u, x, 0, centre, slope, slope, shift, y);
+        write_unit(&s, u, x, NULL, (Coefficients){centre, slope, slope, shift}, y);
     }
 }
 
