@@ -275,8 +275,8 @@ class GhostBatchNorm(GroupedBatchNorm):
     The batch falls into runs of ``ghost_size`` examples, each normalised by itself in training, which regularises. What
     happens at inference, the moving averages and the handling of uneven batches are those of :class:`GroupedBatchNorm`.
 
-    The ghost size is a hyperparameter. In the paper accuracy rises and falls once over it, and 16 is the best in its table
-    of ghost sizes (section 4.4, a batch of 128, alpha tuned). Where a model does not overfit, expect nothing from it.
+    The ghost size is a hyperparameter. In the paper accuracy rises and falls once over it, and 16 is the best in its
+    table of ghost sizes (section 4.4, a batch of 128, alpha tuned). Where a model does not overfit, expect nothing.
 
     Args:
         num_features: C of an input (N, C, *).
