@@ -1,19 +1,22 @@
 """Everything that the README and the docs tell a reader to type is run, and every link leads somewhere.
 
 Python blocks of a page run one after the other in one namespace. The reader's own things are at hand: a network as
-``model``, data as ``train_loader`` and ``val_loader``, and the files that `readers_folder` writes. Lines of shell that
-call ``betternorm`` run too. Where one cannot run here, a comment before the block says why, as in
-``<!-- not run: needs a cluster -->``; its options are checked all the same.
+``model``, data as ``train_loader`` and ``val_loader``, and the files that `readers_folder` writes. Lines of shell run
+too, made smaller by options that are put after those on the page.
 """
 
 from __future__ import annotations
 
 import doctest
 import importlib
-import importlib.util
+import os
 import pkgutil
 import re
 import shlex
+import shutil
+import socket
+import subprocess
+import sys
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,18 +25,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+from safetensors.torch import save_file
 from torch import nn
 
 import betternorm
 from betternorm.cli import COMMANDS, FINDING, OK, build_parser, main
+from betternorm.integrations.models import load_model
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/**/*.md"))]
 PROJECT = (ROOT / "pyproject.toml").read_text()
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
-# Commands that are themselves tested elsewhere, and take minutes or more wherever they are called.
-LONG = {"demo", "reproduce", "report", "bench", "train"}
+SHELL = ("sh", "console")
+SMALL_TRAINING = [
+    *("--epochs", "1", "--steps-per-epoch", "2", "--batch-size", "8", "--image-size", "32", "--width", "4"),
+    *("--blocks", "1", "--alpha-grid", "0", "0.5", "--threads", "1", "--quiet"),
+]
 
 NETS = """
 from torch import nn
@@ -54,7 +63,6 @@ class Block:
     language: str
     text: str
     line: int
-    reason: str  # why it is not run; empty where it is
 
     def commands(self) -> list[list[str]]:
         """The commands in it, word by word, without prompts, comments and what they print."""
@@ -63,42 +71,73 @@ class Block:
         lines = prompted or joined.splitlines()
         return [words for line in lines if (words := shlex.split(line, comments=True))]
 
+    @property
+    def slow(self) -> bool:
+        """It starts processes of its own, runs every experiment, or measures."""
+        words = [word for command in self.commands() for word in command]
+        return bool({"torchrun", "python", "ray", "processes", "all"} & set(words))
+
 
 def blocks(page: Path) -> list[Block]:
     found = []
     text = page.read_text(encoding="utf-8")
-    fence = r"^(?:<!-- not run: (?P<reason>.+?) -->\n+)?```(?P<language>\w*)[^\n]*\n(?P<body>.*?)^```$"
+    fence = r"^```(?P<language>\w*)[^\n]*\n(?P<body>.*?)^```$"
     for match in re.finditer(fence, text, flags=re.MULTILINE | re.DOTALL):
         line = text[: match.start("body")].count("\n") + 1
-        found.append(Block(match["language"], match["body"], line, match["reason"] or ""))
+        found.append(Block(match["language"], match["body"], line))
     for match in re.finditer(r"^    \$ .*$(?:\n    .*$)*", text, flags=re.MULTILINE):
-        found.append(Block("sh", match[0], text[: match.start()].count("\n") + 1, ""))
+        found.append(Block("sh", match[0], text[: match.start()].count("\n") + 1))
     return found
 
 
-def with_language(*languages: str) -> Any:
+def shell_blocks(*, slow: bool) -> Any:
     cases = [
         pytest.param(page, block, id=f"{name}:{block.line}")
         for page, name in zip(PAGES, NAMES, strict=True)
         for block in blocks(page)
-        if block.language in languages
+        if block.language in SHELL and block.slow == slow
     ]
     return pytest.mark.parametrize(("page", "block"), cases)
 
 
-@pytest.fixture
-def readers_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with what the pages say that a reader has: a model's file, its checkpoint, images and their labels."""
-    (tmp_path / "mine.py").write_text(NETS)
-    (tmp_path / "nets").mkdir()
-    (tmp_path / "nets" / "mine.py").write_text(NETS)
+@pytest.fixture(scope="session")
+def readers_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the pages say that a reader has: models, checkpoints, images and datasets."""
+    folder = tmp_path_factory.mktemp("reader")
+    (folder / "mine.py").write_text(NETS)
+    (folder / "nets").mkdir()
+    (folder / "nets" / "mine.py").write_text(NETS)
     for name in ("mine.pt", "best.pth"):
-        torch.save(_model().state_dict(), tmp_path / name)
-    images = np.random.default_rng(0).integers(0, 256, (64, 16, 16, 3), dtype=np.uint8)
-    np.savez(tmp_path / "val.npz", images=images, labels=np.arange(64) % 10)
+        torch.save(_model().state_dict(), folder / name)
+    save_file(load_model("timm:resnet50").state_dict(), folder / "resnet50.safetensors")
+    images = np.random.default_rng(0).integers(0, 256, (200, 32, 32, 3), dtype=np.uint8)
+    np.savez(folder / "val.npz", images=images[:64, :16, :16], labels=np.arange(64) % 10)
+    for part in ("val", "photos", "imagenet/val"):
+        for number, image in enumerate(images[:40]):
+            place = folder / part / f"class-{number % 10}" / f"{number}.png"
+            place.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image).save(place)
+    parts = {f"{part}_images": images for part in ("train", "val", "test")}
+    parts |= {f"{part}_labels": np.arange(200) % 100 for part in ("train", "val", "test")}
+    (folder / "data").mkdir()
+    np.savez(folder / "data" / "cifar100.npz", **parts)
+    return folder
+
+
+@pytest.fixture
+def readers_folder(readers_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The reader's files in a folder of their own, which is also their home."""
+    shutil.copytree(readers_files, tmp_path, copy_function=os.link, dirs_exist_ok=True)
+    monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     torch.set_num_threads(1)
     return tmp_path
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("localhost", 0))
+        return int(listening.getsockname()[1])
 
 
 def _model() -> nn.Module:
@@ -124,7 +163,7 @@ def test_python_of_a_page_runs(page: Path, readers_folder: Path, capsys: pytest.
         "test_loader": _loader(32),
     }
     for block in blocks(page):
-        if block.language != "python" or block.reason:
+        if block.language != "python":
             continue
         with warnings.catch_warnings():
             # An untrained network on noise: nothing is to be gained, and the library says so.
@@ -144,61 +183,115 @@ def _run_doctest(block: Block, names: dict[str, Any], page: Path) -> None:
     assert not failed, "".join(said)
 
 
-@with_language("sh", "bash", "console", "shell")
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_every_block_says_its_language(page: Path) -> None:
+    assert {block.language for block in blocks(page)} <= {"python", "text", *SHELL}
+
+
+@shell_blocks(slow=False)
 def test_commands_of_a_page_run(
     page: Path, block: Block, readers_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for words in block.commands():
-        _check(words, block)
+        RUNNERS[words[0]](words[1:])
 
 
-def _check(words: list[str], block: Block) -> None:
-    program, *rest = words
-    if program == "betternorm":
-        if rest and rest[0] in COMMANDS:
-            arguments = rest[: rest.index("|")] if "|" in rest else rest
-            if "--help" in arguments:
-                return
-            build_parser({rest[0]}).parse_args(arguments)
-            if not block.reason and rest[0] not in LONG and not _needs_weights(arguments):
-                assert main([*arguments, *_smaller(arguments)]) in (OK, FINDING)
-        else:
-            assert rest in (["--help"], ["--version"]), f"there is no command {rest[:1]}"
-    elif program == "make":
-        known = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
-        assert set(rest) <= set(known), f"the Makefile has no {set(rest) - set(known)}"
-    elif program in ("pip", "eval", "cd", "git", "export", "open"):
-        for extra in re.findall(r"betternorm\[([\w,]+)\]", " ".join(rest)):
-            assert all(re.search(rf"^{name} = \[", PROJECT, flags=re.MULTILINE) for name in extra.split(","))
-    elif program == "python":
-        _check_python(rest)
-    elif program == "torchrun":
-        module = rest.index("-m")
-        assert rest[module + 1] == "betternorm.cli"
-        command = [word for word in rest[module + 2 :] if not word.startswith("$")]
-        build_parser({command[0]}).parse_args(command)
+@pytest.mark.slow
+@shell_blocks(slow=True)
+def test_long_commands_of_a_page_run(
+    page: Path, block: Block, readers_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those that start processes of their own, or measure."""
+    for words in block.commands():
+        RUNNERS[words[0]](words[1:])
+
+
+def _betternorm(words: list[str]) -> None:
+    assert main(in_seconds(words)) in (OK, FINDING)
+
+
+def in_seconds(words: list[str]) -> list[str]:
+    """A command as it is written, with options after it that make it smaller; of two that differ the last one holds."""
+    command, *rest = words
+    if rest == ["--help"]:
+        return words
+    build_parser({command}).parse_args(words)  # first without what is added here
+    published = bool(rest) and rest[0].startswith(("timm:", "torchvision:"))
+    if command == "inspect" and published:
+        return [*words, "--quick", "--batch-size", "2", "--input", "3,64,64"]
+    if command == "tune" and published:
+        return [*words, "--size", "32"]
+    if command == "train":
+        return [*_without_address(words), *SMALL_TRAINING]
+    if command == "reproduce" and "--images" in words:
+        return [*words, "--image-size", "32"]
+    if command == "reproduce":
+        return [*_without_address(words), "--scale", "smoke", "--seeds", "1", "--threads", "1", "--quiet"]
+    return words
+
+
+def _without_address(words: list[str]) -> list[str]:
+    """Without the address of a cluster, Ray starts one here."""
+    at = words.index("--address") if "--address" in words else len(words)
+    return words[:at] + words[at + 2 :]
+
+
+def _torchrun(words: list[str]) -> None:
+    """On one machine as it is written; what is meant for two, with two groups of processes that meet by the network."""
+    program = words.index("-m")
+    assert words[program + 1] == "betternorm.cli"
+    command = in_seconds(words[program + 2 :])
+    if "imagenet" in command:
+        command += ["--dataset", "stand-in:imagenet", "--no-tune-alpha"]
+    options = words[:program]
+    nodes = int(options[options.index("--nnodes") + 1]) if "--nnodes" in options else 1
+    if nodes > 1:
+        options += ["--nproc-per-node", "1", "--rdzv-endpoint", f"localhost:{free_port()}"]
+        options += ["--local-addr", "localhost"]
+    launch = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "betternorm.cli", *command]
+    started = [subprocess.Popen(launch) for _ in range(nodes)]
+    assert [process.wait(timeout=600) for process in started] == [0] * nodes
+
+
+def _python(words: list[str]) -> None:
+    """The benchmarks, from the checkout, with few turns."""
+    if "benchmarks" in words:
+        words = [*words, "--rounds", "20", "--only", "memory", "--json", str(Path.cwd() / "out.json")]
+    elif "benchmarks.lab" in words:
+        words = [word.replace("FOLDER", str(Path.cwd() / "data")) for word in words]
     else:
-        assert program in ("ray",), f"{words} is neither run nor checked here"
+        at = words.index("--update") + 1
+        copy = shutil.copy(ROOT / words[at], Path.cwd() / "copy.md")
+        words = [*words[:at], str(copy), "--only", "resnet18"]
+    subprocess.run([sys.executable, *words], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
 
-def _needs_weights(arguments: list[str]) -> bool:
-    """A published network that is to be tuned needs its weights, and data that it was trained for."""
-    return arguments[0] == "tune" and arguments[1].startswith(("timm:", "torchvision:"))
+def _make(words: list[str]) -> None:
+    """That it would do something. `test_release` does it, in a fresh clone."""
+    assert subprocess.run(
+        ["make", "--dry-run", "--always-make", *words], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
 
 
-def _smaller(arguments: list[str]) -> list[str]:
-    """Options that make a command on a large network a matter of seconds."""
-    large = arguments[0] == "inspect" and arguments[1].startswith(("timm:", "torchvision:"))
-    return ["--quick", "--batch-size", "2", "--input", "3,64,64"] if large else []
+def _pip(words: list[str]) -> None:
+    """That the extras are there; `test_release` installs the package."""
+    for extra in re.findall(r"betternorm\[([\w,]+)\]", " ".join(words)):
+        assert all(re.search(rf"^{name} = \[", PROJECT, flags=re.MULTILINE) for name in extra.split(","))
 
 
-def _check_python(rest: list[str]) -> None:
-    if rest[0] == "-m":
-        top = rest[1].split(".")[0]
-        here = (ROOT / rest[1].replace(".", "/")).with_suffix(".py")
-        assert here.is_file() or (ROOT / rest[1].replace(".", "/")).is_dir() or importlib.util.find_spec(top)
-    else:
-        assert (ROOT / rest[0]).is_file(), f"there is no {rest[0]}"
+RUNNERS = {"betternorm": _betternorm, "torchrun": _torchrun, "python": _python, "make": _make, "pip": _pip}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_examples_in_a_help_text_are_understood(command: str) -> None:
+    """Each is a line that begins with the program; a remark may follow it after two spaces."""
+    module = importlib.import_module(f"betternorm.commands.{command}")
+    lines = re.findall(r"^  betternorm (\S.*)$", module.EXAMPLES, flags=re.MULTILINE)
+    assert lines
+    for line in lines:
+        words = shlex.split(re.split(r"\s{2,}", line)[0])
+        assert words[0] == command
+        build_parser({command}).parse_args(words)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)

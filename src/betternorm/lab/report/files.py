@@ -55,7 +55,7 @@ def markdown(result: Result, name: str) -> str:
     for number, table in enumerate(result.tables, 1):
         parts += [f"## {table.title}", _markdown_table(table.headers, table.rows)]
         parts.append(f"The same as [CSV]({name}/table-{number}.csv).")
-    parts += ["## Provenance", f"```\n{result.command}\n```"]
+    parts += ["## Provenance", f"```sh\n{result.command}\n```"]
     if result.rows:
         same, _ = shared.provenance(result.rows)
         parts.append(f"Every trial, with its settings and all it measured: [rows]({name}/rows.csv).")
