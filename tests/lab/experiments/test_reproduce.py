@@ -101,7 +101,7 @@ def test_a_plan_says_what_it_takes_and_runs_nothing(tmp_path, capsys, monkeypatc
     for words in ("GPU hours", "to fetch, GB", "torchrun", "--engine ray", "hours on this CPU"):
         assert words in printed
     rows = [line.split() for line in printed.splitlines()]
-    assert [row[1:3] for row in rows if row and row[0] in ("ghost-size", "alpha-ghost")] == [["15", "15"], ["15", "0"]]
+    assert [row[1:3] for row in rows if row and row[0] in ("ghost-size", "alpha-ghost")] == [["50", "50"], ["50", "0"]]
     assert list(tmp_path.iterdir()) == []
 
 

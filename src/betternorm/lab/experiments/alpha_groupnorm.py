@@ -24,7 +24,7 @@ METRICS = {"test_top1": "test top-1, %", "test_cross_entropy": "test cross-entro
 def arms(scale: str) -> dict[Label, Trial]:
     tasks = dict(TASKS[scale])
     if scale == "small":
-        tasks["Caltech-101"] = CALTECH101
+        tasks["Caltech-101, 20 classes"] = CALTECH101
     return {(task,): with_norm(config, "group", num_groups=GROUPS[scale]) for task, config in tasks.items()}
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from betternorm.lab.experiments import suite
 from betternorm.lab.experiments.suite import Findings, Label, Runs
-from betternorm.lab.experiments.tasks import TASKS, with_norm
+from betternorm.lab.experiments.tasks import FLOWERS102, TASKS, with_norm
 from betternorm.lab.results import Figure, Outcome, Table, Verdict
 from betternorm.lab.training import Config
 from betternorm.lab.trials import Trial
@@ -24,7 +24,8 @@ SIZES = {"smoke": (16, 4), "small": (16, 8, 4, 2), "paper": (64, 32, 16, 8, 4, 2
 def arms(scale: str) -> dict[Label, Trial]:
     """Every ghost size on every dataset; the largest is the whole batch, which is batch norm."""
     found: dict[Label, Trial] = {}
-    for task, config in TASKS[scale].items():
+    tasks = TASKS[scale] | ({"Flowers-102": FLOWERS102} if scale == "small" else {})
+    for task, config in tasks.items():
         for size in sizes(scale, config):
             found[task, size] = config if size == config.batch_size else with_norm(config, "ghost", ghost_size=size)
     return found

@@ -31,13 +31,13 @@ BASE = {
         classes=10,
         image_size=16,
         batch_size=64,
-        learning_rate=0.02,
-        epochs=12,
+        learning_rate=0.05,
+        epochs=60,
         classes_per_batch=2,
     ),
     "paper": replace(PAPER, classes_per_batch=4),
 }
-SIZES = {"smoke": (8,), "small": (16, 4, 2), "paper": (64, 32, 16, 8, 4, 2)}
+SIZES = {"smoke": (8,), "small": (16, 8, 4, 2), "paper": (64, 32, 16, 8, 4, 2)}
 GROUPS = {"smoke": 4, "small": 8, "paper": 32}
 BATCH, RENORM, GROUP = "batch norm", "batch renorm", "batch group norm"
 

@@ -1,6 +1,6 @@
 """What is learned at each scale: the datasets, networks and hyperparameters of all experiments, in one place.
 
-*smoke* is scikit-learn's digits, a second or two a trial. *small* is photographs on a CPU, ten seconds to a minute a
+*smoke* is scikit-learn's digits, a second or two a trial. *small* is photographs on a CPU, seconds to two minutes a
 trial: mostly the first twenty classes of Oxford Flowers-102 at 32x32, whose ten images a class make a network overfit,
 as the regularising techniques need. *paper* is section 4.1; the paper gives no learning rates or lengths of training,
 and those here are common for its networks.
@@ -38,6 +38,7 @@ SMALL = Config(
     validate_every=0,
     alpha_grid=ALPHAS,
 )
+FLOWERS102 = replace(SMALL, classes=None, width=32, batch_size=128, learning_rate=0.1)
 CALTECH101 = replace(SMALL, dataset="caltech101", epochs=30)
 PAPER = Config(dataset="cifar100", epochs=160, schedule="step", validate_every=10, alpha_grid=ALPHAS)
 CALTECH256 = replace(
@@ -66,7 +67,7 @@ CLASSES = {"flowers102": 102, "caltech101": 101, "cifar100": 100}
 # What most experiments learn, by the name of the dataset.
 TASKS: dict[str, dict[str, Config]] = {
     "smoke": {"digits": SMOKE},
-    "small": {"Flowers-102": SMALL},
+    "small": {"Flowers-102, 20 classes": SMALL},
     "paper": {"CIFAR-100": PAPER, "SVHN": replace(PAPER, dataset="svhn", epochs=20), "Caltech-256": CALTECH256},
 }
 
@@ -91,6 +92,9 @@ def with_norm(config: Config, norm: str, **options: object) -> Config:
 
 
 def at_batch_size(config: Config, batch_size: int) -> Config:
-    """The same epochs at another batch size, with the learning rate in proportion to its square root."""
-    rate = config.learning_rate * (batch_size / config.batch_size) ** 0.5
+    """The same epochs at another batch size, with the learning rate in proportion to it.
+
+    So the sum of the learning rate over all steps stays what it was, and with it what weight decay adds up to.
+    """
+    rate = config.learning_rate * batch_size / config.batch_size
     return replace(config, batch_size=batch_size, learning_rate=float(f"{rate:.3g}"))
