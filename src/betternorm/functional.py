@@ -150,11 +150,12 @@ def update_moving_averages(
     """
     if kernel.move(running_mean, running_var, mean, var, momentum):
         return
-    step = mean.to(running_mean.dtype) - running_mean
-    running_var.mul_(1 - momentum).add_(var, alpha=momentum)
-    running_var.addcmul_(step, step, value=momentum * (1 - momentum))
-    # Not a step from where it is: infinity would turn into NaN one batch later, and in torch's layer it does not.
-    running_mean.mul_(1 - momentum).add_(mean, alpha=momentum)
+    with torch.no_grad():
+        step = mean.to(running_mean.dtype) - running_mean
+        running_var.mul_(1 - momentum).add_(var, alpha=momentum)
+        running_var.addcmul_(step, step, value=momentum * (1 - momentum))
+        # Not a step from where it is: infinity would turn into NaN one batch later, and in torch's layer it does not.
+        running_mean.mul_(1 - momentum).add_(mean, alpha=momentum)
 
 
 # ---- training, the four ways ----

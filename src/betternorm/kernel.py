@@ -74,7 +74,8 @@ def backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, groups: int, need_dx: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x (empty without ``need_dx``), weight and bias."""
-    result: tuple[Tensor, Tensor, Tensor] = torch.ops.betternorm.backward(dy, x, weight, mean, rstd, groups, need_dx)
+    run = torch.ops.betternorm.backward if torch.compiler.is_compiling() else _backward
+    result: tuple[Tensor, Tensor, Tensor] = run(dy, x, weight, mean, rstd, groups, need_dx)
     return result
 
 
@@ -105,14 +106,13 @@ def example_moments(x: Tensor, guess: Tensor) -> tuple[Tensor, Tensor]:
 
 def move(running_mean: Tensor, running_var: Tensor, mean: Tensor, var: Tensor, momentum: float) -> bool:
     """`functional.update_moving_averages` in one call instead of six; False where the kernel does not take them."""
-    tensors = (running_mean, running_var, mean, var)
-    if torch.compiler.is_compiling() or not all(serves(t) for t in tensors):
+    averages = (running_mean, running_var)
+    if torch.compiler.is_compiling() or not (serves(running_mean) and serves(running_var) and serves(mean)):
         return False
     library = _library()[0]
     assert library is not None
-    library.move(mean.numel(), *map(_address, tensors), momentum)
-    for changed in tensors[:2]:
-        torch.autograd.graph.increment_version(changed)
+    library.move(mean.numel(), *map(_address, (*averages, mean, var)), momentum)
+    torch.autograd.graph.increment_version(averages)
     return True
 
 

@@ -179,8 +179,7 @@ class GroupedBatchNorm(_BatchNorm):
             return
         self.num_batches_tracked.add_(1)
         momentum = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        with torch.no_grad():
-            functional.update_moving_averages(self.running_mean, self.running_var, mean, var, momentum)
+        functional.update_moving_averages(self.running_mean, self.running_var, mean, var, momentum)
 
     def _check_input(self, input: Tensor) -> None:
         if input.dim() < 2:
