@@ -9,12 +9,12 @@ from dataclasses import asdict
 from typing import Any
 
 from betternorm.cli import FINDING, OK, UserError
-from betternorm.commands.train import RUNTIME
-from betternorm.lab import engines, experiments
+from betternorm.commands import running
+from betternorm.lab import experiments
 from betternorm.lab.experiments import plan
 from betternorm.lab.results import Result
 from betternorm.lab.store import FAILED, Store
-from betternorm.lab.trials import Runtime, process_rank
+from betternorm.lab.trials import process_rank
 from betternorm.tables import table
 from betternorm.terminal import show
 
@@ -30,8 +30,6 @@ examples:
   betternorm reproduce all --scale paper --plan                 trials, GPU hours, disk, and the commands
 
 A command that was stopped goes on when it is given again; a trial that is finished is never run again."""
-
-SHARED = ("data_root", "download", "accelerator", "devices", "nodes", "threads", "workers", "channels_last", "compile")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,20 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     own.add_argument("--images", help="a folder with a folder a class, or .npz")
     own.add_argument("--image-size", type=int, help="side that the networks see (224)")
     how = parser.add_argument_group("where and how")
-    how.add_argument("--engine", choices=engines.ENGINES, default="here", help="where trials run (here)")
-    how.add_argument("--processes", type=int, help="of --engine processes, or of a Ray started here")
-    how.add_argument("--address", help="of a running Ray cluster")
-    how.add_argument("--retry", action=argparse.BooleanOptionalAction, default=False, help="run what failed again")
+    running.add_arguments(how, retry=False)
     how.add_argument("--json", action="store_true", help="print tables and verdicts as JSON")
-    how.add_argument("--quiet", action="store_true", help="no progress bar")
-    for name in SHARED:
-        default = getattr(Runtime, name)
-        flag, text = f"--{name.replace('_', '-')}", RUNTIME[name]
-        if isinstance(default, bool):
-            how.add_argument(flag, action=argparse.BooleanOptionalAction, default=default, help=text)
-        else:
-            kind = int if isinstance(default, int) or name == "threads" else str
-            how.add_argument(flag, type=kind, default=default, help=text)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -75,20 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
     store = Store(folder)
     if arguments.pages:
         experiments.restore(arguments.pages, arguments.scale, store)
-    bars = False if arguments.quiet else None
-    results = experiments.run(
-        names,
-        arguments.scale,
-        folder,
-        seeds=arguments.seeds,
-        own=own,
-        runtime=Runtime(**{name: getattr(arguments, name) for name in SHARED}, show=bars),
-        engine=arguments.engine,
-        workers=arguments.processes,
-        address=arguments.address,
-        retry=arguments.retry,
-        show=bars,
-    )
+    how = running.given(arguments)
+    results = experiments.run(names, arguments.scale, folder, seeds=arguments.seeds, own=own, **how)
     if process_rank() > 0:
         return OK
     if arguments.json:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import types
-import typing
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
 from betternorm.cli import FINDING, OK, UserError
+from betternorm.commands import running
 from betternorm.lab import engines, stats
 from betternorm.lab.store import DONE, Row, Store
 from betternorm.lab.training import JUDGED_BY, Config
-from betternorm.lab.trials import Runtime, grid, process_rank
+from betternorm.lab.trials import grid, process_rank
 from betternorm.tables import table
 from betternorm.terminal import show
 
@@ -27,60 +26,28 @@ EXAMPLES = """examples:
 
 A run that is stopped goes on when the same command is given again; one that is finished only shows its result."""
 
-RUNTIME = {
-    "data_root": "folder of the datasets (BETTERNORM_DATA, or data)",
-    "download": "fetch a dataset that is missing",
-    "accelerator": "cpu, gpu or auto",
-    "devices": "GPUs or processes on this machine",
-    "nodes": "machines",
-    "threads": "of torch in each process",
-    "workers": "processes that read large images",
-    "channels_last": "memory format, faster on some machines",
-    "compile": "with torch.compile",
-    "deterministic": "the same bits each time",
-    "tensorboard": "write curves into the trial's folder",
-}
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     what = parser.add_argument_group("what is trained")
     for item in fields(Config):
         if item.name not in ("seed", "norm_options"):
-            _add_field(what, item, Config, item.metadata["help"])
+            running.add_field(what, item, Config, item.metadata["help"])
     what.add_argument(
         "--norm-option", action="append", default=[], metavar="NAME=VALUE", help="an option of --norm; may be repeated"
     )
     what.add_argument("--seed", type=int, nargs="+", default=[0], help="one run for each (0)")
     how = parser.add_argument_group("where and how")
-    for item in fields(Runtime):
-        if item.name in RUNTIME:
-            _add_field(how, item, Runtime, RUNTIME[item.name])
     how.add_argument("--output", default="runs", help="folder of the store (runs)")
-    how.add_argument("--engine", choices=engines.ENGINES, default="here", help="where several runs go (here)")
-    how.add_argument("--processes", type=int, help="of --engine processes, or of a Ray started here")
-    how.add_argument("--address", help="of a running Ray cluster")
-    how.add_argument("--retry", action=argparse.BooleanOptionalAction, default=True, help="run what failed again")
+    running.add_arguments(how, retry=True)
     how.add_argument("--export", metavar="FILE", help="write all rows of the store to .csv or .parquet")
     how.add_argument("--json", action="store_true", help="print the rows as JSON")
-    how.add_argument("--quiet", action="store_true", help="no progress bar")
 
 
 def run(arguments: argparse.Namespace) -> int:
     values = {item.name: getattr(arguments, item.name) for item in fields(Config) if hasattr(arguments, item.name)}
     values |= {"seed": arguments.seed[0], "norm_options": dict(map(_option, arguments.norm_option))}
-    bars = False if arguments.quiet else None
-    runtime = Runtime(**{name: getattr(arguments, name) for name in RUNTIME}, show=bars)
-    rows = engines.run(
-        grid(Config(**values), seed=arguments.seed),
-        arguments.output,
-        engine=arguments.engine,
-        runtime=runtime,
-        workers=arguments.processes,
-        address=arguments.address,
-        retry=arguments.retry,
-        show=bars,
-    )
+    rows = engines.run(grid(Config(**values), seed=arguments.seed), arguments.output, **running.given(arguments))
     if process_rank() > 0:
         return OK
     if arguments.export:
@@ -118,36 +85,8 @@ def _figure(name: str, values: Sequence[float]) -> str:
     return f"{found.mean:.{places}f}" + (f" ± {found.std:.{places}f}" if found.n > 1 else "")
 
 
-def _add_field(group: Any, item: Any, owner: type, meaning: str) -> None:
-    """An option from a field of a dataclass: its name, type, default and help."""
-    flag, kind = f"--{item.name.replace('_', '-')}", typing.get_type_hints(owner)[item.name]
-    shown = " ".join(map(str, item.default)) if isinstance(item.default, tuple) else item.default
-    text = (meaning if item.default is None or item.default == () else f"{meaning} ({shown})").replace("%", "%%")
-    if kind is bool:
-        group.add_argument(flag, action=argparse.BooleanOptionalAction, default=item.default, help=meaning)
-    elif typing.get_origin(kind) is tuple:
-        group.add_argument(flag, type=typing.get_args(kind)[0], nargs="*", default=item.default, help=text)
-    else:
-        group.add_argument(flag, type=_reader(kind), default=item.default, help=text)
-
-
-def _reader(kind: Any) -> Any:
-    """What turns a word into a value of this type; of str | float, a number where it is one."""
-    if not isinstance(kind, types.UnionType):
-        return kind
-    members = [member for member in typing.get_args(kind) if member is not types.NoneType]
-    return members[0] if len(members) == 1 else _value
-
-
-def _value(word: str) -> Any:
-    try:
-        return json.loads(word)
-    except json.JSONDecodeError:
-        return word
-
-
 def _option(text: str) -> tuple[str, Any]:
     name, equals, word = text.partition("=")
     if not (name and equals and word):
         raise UserError(f"--norm-option is {text!r}; write it as NAME=VALUE, like ghost_size=16")
-    return name, _value(word)
+    return name, running.value(word)

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from scipy import stats
@@ -88,14 +89,7 @@ def welch(first: Sequence[float], second: Sequence[float], confidence: float = C
     with warnings.catch_warnings():  # one of the two may have no spread
         warnings.filterwarnings("ignore", "Precision loss", RuntimeWarning)
         found = stats.ttest_ind(a, b, equal_var=False)
-    interval = found.confidence_interval(confidence)
-    return Comparison(
-        difference,
-        (float(interval.low), float(interval.high)),
-        float(found.statistic),
-        float(found.df),
-        float(found.pvalue),
-    )
+    return _comparison(difference, found, confidence)
 
 
 def paired(first: Sequence[float], second: Sequence[float], confidence: float = CONFIDENCE) -> Comparison:
@@ -106,15 +100,13 @@ def paired(first: Sequence[float], second: Sequence[float], confidence: float = 
     difference = float((a - b).mean())
     if np.ptp(a - b) <= ROUNDING * max(np.abs(a).max(), np.abs(b).max()):
         return _certain(difference, len(a) - 1)
-    found = stats.ttest_rel(a, b)
+    return _comparison(difference, stats.ttest_rel(a, b), confidence)
+
+
+def _comparison(difference: float, found: Any, confidence: float) -> Comparison:
     interval = found.confidence_interval(confidence)
-    return Comparison(
-        difference,
-        (float(interval.low), float(interval.high)),
-        float(found.statistic),
-        float(found.df),
-        float(found.pvalue),
-    )
+    bounds = float(interval.low), float(interval.high)
+    return Comparison(difference, bounds, float(found.statistic), float(found.df), float(found.pvalue))
 
 
 def _certain(difference: float, degrees: float) -> Comparison:
