@@ -267,7 +267,7 @@ def _python(words: list[str]) -> None:
 
 
 def _make(words: list[str]) -> None:
-    """That it would do something. `test_release` does it, in a fresh clone."""
+    """That it would do something; `test_fresh_clone` does it."""
     assert subprocess.run(
         ["make", "--dry-run", "--always-make", *words], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout

@@ -219,8 +219,8 @@ class NormReport:
     def summary(self) -> str:
         """The counts, in one line."""
         text = (
-            f"{len(self)} norm layers at batch size {self.batch_size}: {len(self.with_path)} with a path to the "
-            f"output, {len(self.with_effect)} whose {'estimated ' if self.quick else ''}effect is above {ACTS}"
+            f"{len(self)} norm layer{'s' * (len(self) != 1)} at batch size {self.batch_size}: {len(self.with_path)} with a "
+            f"path to the output, {len(self.with_effect)} whose {'estimated ' if self.quick else ''}effect is above {ACTS}"
         )
         if self.joint_effect is not None:
             text += f"; effect of those without a path together: {self.joint_effect:.3f}"

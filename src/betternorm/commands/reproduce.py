@@ -55,7 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
     names = experiments.chosen(arguments.names)
     folder = arguments.folder or f"reproduction-{arguments.scale}"
     if arguments.plan:
-        print(plan.describe(names, arguments.scale, arguments.seeds, arguments.names))
+        bars = False if arguments.quiet else None
+        print(plan.describe(names, arguments.scale, arguments.seeds, arguments.names, bars))
         return OK
     own = _own_arms(names, arguments) if arguments.network or arguments.images else None
     store = Store(folder)

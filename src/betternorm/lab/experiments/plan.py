@@ -18,6 +18,7 @@ from betternorm.lab.data import DATASETS
 from betternorm.lab.experiments.tasks import steps
 from betternorm.lab.training import Config
 from betternorm.lab.trials import Trial
+from betternorm.progress import track
 from betternorm.tables import table
 
 GPU_SPEED = (
@@ -50,12 +51,14 @@ class Cost:
     disk: float
 
 
-def describe(names: Sequence[str], scale: str, seeds: int | None, words: Sequence[str]) -> str:
-    """The plan as text."""
+def describe(
+    names: Sequence[str], scale: str, seeds: int | None, words: Sequence[str], show: bool | None = None
+) -> str:
+    """The plan as text. Large networks are timed for a minute or two, with a progress bar as ``show`` says."""
     counted: set[str] = set()
     rows, total = [], Cost(0, 0, 0)
     data: set[str] = set()
-    for name in names:
+    for name in track(names, "timing steps", show=show):
         own = [trial for arm in experiments.trials(name, scale, seeds).values() for trial in arm]
         new = [trial for trial in dict.fromkeys(own) if trial.key not in counted]
         counted |= {trial.key for trial in own}
@@ -139,8 +142,9 @@ def image_cost(
             with counter:
                 _loss(abstract, torch.empty(shape)).backward()
         model, images = build(), torch.randn(shape)
-        started = time.perf_counter()
-        _loss(model, images).backward()
+        for _ in range(2):  # the first step also allocates, and is not counted
+            started = time.perf_counter()
+            _loss(model, images).backward()
         seconds = (time.perf_counter() - started) / IMAGES
         weights = 4 * sum(parameter.numel() for parameter in model.parameters())
         _MEASURED[known] = Cost(counter.get_total_flops() / IMAGES, seconds, CHECKPOINT * weights)
