@@ -218,9 +218,10 @@ class NormReport:
 
     def summary(self) -> str:
         """The counts, in one line."""
+        layers, estimated = f"norm layer{'s' * (len(self) != 1)}", "estimated " if self.quick else ""
         text = (
-            f"{len(self)} norm layer{'s' * (len(self) != 1)} at batch size {self.batch_size}: {len(self.with_path)} with a "
-            f"path to the output, {len(self.with_effect)} whose {'estimated ' if self.quick else ''}effect is above {ACTS}"
+            f"{len(self)} {layers} at batch size {self.batch_size}: {len(self.with_path)} with a path to the output, "
+            f"{len(self.with_effect)} whose {estimated}effect is above {ACTS}"
         )
         if self.joint_effect is not None:
             text += f"; effect of those without a path together: {self.joint_effect:.3f}"
