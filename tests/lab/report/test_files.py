@@ -66,8 +66,14 @@ def test_the_markdown_page_says_claims_tables_and_the_command(folder):
     assert "| A small alpha above 0 is best. | **seen** | +3.6 [3.1, 4.1], P = 0.004, n = 3 |" in text
     assert "| network | alpha | top-1 % | gain |\n| --- | ---: | --- | ---: |" in text
     assert "![Accuracy by alpha](alpha/figure-1.png)" in text
-    assert "```\nbetternorm reproduce alpha --scale smoke\n```" in text
+    assert "```sh\nbetternorm reproduce alpha --scale smoke\n```" in text
     assert "| norm_options | ghost_size=8 |" in text
+
+
+def test_the_index_has_every_claim(folder):
+    text = (folder / "index.md").read_text()
+    for verdict in (verdict for result in examples.results() for verdict in result.verdicts):
+        assert f"{verdict.claim} | **{verdict.outcome.value}** |" in text
 
 
 def test_links_of_the_pages_lead_somewhere(folder):

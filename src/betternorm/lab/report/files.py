@@ -147,11 +147,16 @@ def _bars(axes: Axes, figure: Figure) -> None:
 
 
 def _index(results: Sequence[Result]) -> str:
-    rows = [
-        [f"[{result.title}]({name}.md)", result.place, result.scale, len(result.rows), shared.tally(result.verdicts)]
-        for name, result in zip(shared.names(results), results, strict=True)
-    ]
-    return f"# Results\n\n{_markdown_table(['experiment', 'in the paper', 'scale', 'trials', 'claims'], rows)}\n"
+    """What there is, and then every claim, so that one sees at a glance what was seen and what was not."""
+    rows, claims = [], []
+    for name, result in zip(shared.names(results), results, strict=True):
+        link = f"[{result.title}]({name}.md)"
+        rows.append([link, result.place, result.scale, len(result.rows), shared.tally(result.verdicts)])
+        claims += [[link, verdict.claim, f"**{verdict.outcome.value}**"] for verdict in result.verdicts]
+    parts = ["# Results", _markdown_table(["experiment", "in the paper", "scale", "trials", "claims"], rows)]
+    if claims:
+        parts += ["## Every claim", _markdown_table(["experiment", "claim", "outcome"], claims)]
+    return "\n\n".join(parts) + "\n"
 
 
 def _markdown_table(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
