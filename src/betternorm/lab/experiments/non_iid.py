@@ -77,8 +77,14 @@ def conclude(runs: Runs) -> Findings:
             read[batch]["_tuned"],
         ),
         suite.compare("batch group norm improves on batch norm, alpha off", read[group][""], read[batch][""]),
-        suite.compare("and on batch norm with alpha", read[group]["_tuned"], read[batch]["_tuned"]),
-        suite.compare("and on batch renorm", read[group]["_tuned"], read[renorm]["_tuned"]),
+        suite.compare(
+            "batch group norm improves on batch norm, alpha on for both", read[group]["_tuned"], read[batch]["_tuned"]
+        ),
+        suite.compare(
+            "batch group norm improves on batch renorm, alpha on for both",
+            read[group]["_tuned"],
+            read[renorm]["_tuned"],
+        ),
         suite.compare("batch renorm improves on batch norm, alpha off", read[renorm][""], read[batch][""]),
         suite.gain("alpha does nothing for batch renorm, within 1 point", runs, renorm, "test_top1", suite.within(1.0)),
     ]
