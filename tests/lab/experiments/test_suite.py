@@ -1,6 +1,8 @@
 """The rule that judges claims, and the rows of arms as curves and cells."""
 
 import math
+from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from betternorm.lab.results import Outcome
 from betternorm.lab.store import DONE, Row, Store, export
 from betternorm.lab.training import Config
 
+ROOT = Path(__file__).parents[3]
 SEEN, NOT_SEEN, UNDECIDED = Outcome.SEEN, Outcome.NOT_SEEN, Outcome.UNDECIDED
 
 
@@ -173,3 +176,28 @@ def test_a_network_that_another_trial_needs_is_trained_once(tmp_path):
     assert file.stat().st_mtime_ns == written
     assert not network.training
     assert torch.isfinite(network(torch.randn(2, 1, 8, 8))).all()
+
+
+def test_arms_are_paired_by_seed():
+    runs = suite.Runs("small", {("a",): [row(seed, top1=seed) for seed in (0, 2, 1)], ("b",): [row(2, top1=7)]})
+    assert runs.by_seed((("a",), "top1"), (("b",), "top1")) == [[200.0], [700.0]]
+
+
+@pytest.fixture(scope="module")
+def committed(tmp_path_factory):
+    """The rows of docs/results."""
+    store = Store(tmp_path_factory.mktemp("store"))
+    assert experiments.restore(ROOT / "docs" / "results", "small", store) > 100
+    return store
+
+
+@pytest.mark.parametrize("name", experiments.NAMES)
+def test_whatever_has_been_run_so_far_comes_to_something(name, committed):
+    """A report may be asked for at any time: arms have different seeds then, or none."""
+    arms = experiments.trials(name, "small")
+    found = {label: [row for trial in arm if (row := committed.get(trial.key))] for label, arm in arms.items()}
+    random = Random(name)
+    for share in (0.0, 0.3, 0.6, 0.9, 1.0):
+        some = {label: [row for row in rows if random.random() < share] for label, rows in found.items()}
+        findings = experiments.module(name).conclude(suite.Runs("small", some))
+        assert findings.verdicts or not any(some.values())

@@ -98,8 +98,7 @@ def conclude(runs: Runs) -> Findings:
         *(
             suite.compare(
                 f"B = {size}: an alpha a layer does as well as one for all, within 1 point",
-                read[EACH, size],
-                read[ONE, size],
+                *runs.by_seed(((task, EACH, size), "test_top1"), ((task, BATCH, size), "test_top1_tuned")),
                 suite.within(1.0),
                 paired=True,
             )

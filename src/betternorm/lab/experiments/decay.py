@@ -64,7 +64,8 @@ def conclude(runs: Runs) -> Findings:
     effects: dict[str, list[float]] = {}
     for paths, network in dict.fromkeys(label[:2] for label in runs):
         off, zero, one = (runs.values((paths, network, name), "test_top1") for name in ("off", "toward 0", "toward 1"))
-        effects[paths] = effects.get(paths, []) + [a - b for a, b in zip(zero, off, strict=False)]
+        both = runs.by_seed(*(((paths, network, name), "test_top1") for name in ("toward 0", "off")))
+        effects[paths] = effects.get(paths, []) + [a - b for a, b in zip(*both, strict=True)]
         if paths == WITH:
             verdicts += [
                 suite.compare(f"{network}: decay on gamma and beta raises test top-1", zero, off),

@@ -67,6 +67,15 @@ class Runs(Mapping[Label, list[Row]]):
         """A number of every run of an arm; shares come in per cent."""
         return [scaled(name, row[name]) for row in self._rows.get(label, [])]
 
+    def by_seed(self, *readings: tuple[Label, str]) -> list[list[float]]:
+        """Numbers of several arms, seed by seed, for the seeds that all of them have run."""
+        found = [
+            dict(zip((row["seed"] for row in self[label]), self.values(label, name), strict=True))
+            for label, name in readings
+        ]
+        seeds = sorted(set.intersection(*map(set, found)))
+        return [[values[seed] for seed in seeds] for values in found]
+
     def pairs(self, label: Label, first: str, second: str) -> list[float]:
         """First less second, run by run."""
         return [a - b for a, b in zip(self.values(label, first), self.values(label, second), strict=True)]
