@@ -47,6 +47,17 @@ def test_what_is_returned_is_what_was_written(tmp_path):
     assert sorted(written) == sorted(path for path in tmp_path.rglob("*") if path.is_file())
 
 
+def test_what_an_earlier_writing_had_more_of_is_gone(tmp_path):
+    result = examples.results()[0]
+    (tmp_path / result.name).mkdir()
+    for name in ("figure-9.svg", "table-9.csv", "mine.txt"):
+        (tmp_path / result.name / name).write_text("old")
+    files.write([result], tmp_path)
+    assert {path.name for path in (tmp_path / result.name).iterdir()} & {"figure-9.svg", "table-9.csv", "mine.txt"} == {
+        "mine.txt"
+    }
+
+
 def test_figures_are_pictures(folder):
     assert (folder / "alpha/figure-1.png").read_bytes().startswith(b"\x89PNG")
     root = ElementTree.parse(folder / "alpha/figure-1.svg").getroot()

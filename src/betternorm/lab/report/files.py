@@ -40,6 +40,8 @@ def write(results: Sequence[Result], folder: str | os.PathLike[str]) -> list[Pat
             written.append(_csv(own / f"table-{number}.csv", table))
         if result.rows:
             written.append(export(result.rows, own / "rows.csv"))
+        for stale in {*own.glob("figure-*"), *own.glob("table-*"), *own.glob("rows.csv")} - set(written):
+            stale.unlink()  # of an earlier writing, which had more
     return written
 
 
