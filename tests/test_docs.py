@@ -289,7 +289,7 @@ def test_examples_in_a_help_text_are_understood(command: str) -> None:
     lines = re.findall(r"^  betternorm (\S.*)$", module.EXAMPLES, flags=re.MULTILINE)
     assert lines
     for line in lines:
-        words = shlex.split(re.split(r"\s{2,}", line)[0])
+        words = shlex.split(re.split(r"\s{2,}|\|", line)[0])
         assert words[0] == command
         build_parser({command}).parse_args(words)
 

@@ -6,9 +6,10 @@ from random import Random
 
 import pytest
 import torch
+from torch import nn
 
 from betternorm.cli import UserError
-from betternorm.lab import experiments
+from betternorm.lab import experiments, models
 from betternorm.lab.experiments import suite
 from betternorm.lab.results import Outcome
 from betternorm.lab.store import DONE, Row, Store, export
@@ -201,3 +202,21 @@ def test_whatever_has_been_run_so_far_comes_to_something(name, committed):
         some = {label: [row for row in rows if random.random() < share] for label, rows in found.items()}
         findings = experiments.module(name).conclude(suite.Runs("small", some))
         assert findings.verdicts or not any(some.values())
+
+
+def test_groups_divide_the_channels_of_the_networks():
+    """At the paper's scale too, whose trials are too large to be run here."""
+    channels = {}
+    for trials in (arm for name in experiments.NAMES for arm in experiments.trials(name, "paper", 1).values()):
+        network, count = (
+            getattr(trials[0], "network", ""),
+            dict(getattr(trials[0], "norm_options", ())).get("num_groups"),
+        )
+        if count is None:
+            continue
+        if network not in channels:
+            with torch.device("meta"):
+                layers = models.build(network, 100).modules()
+            channels[network] = {layer.num_features for layer in layers if isinstance(layer, nn.BatchNorm2d)}
+        assert not [one for one in channels[network] if one > count and one % count], trials[0]
+    assert {"resnet18", "inception_v3", "resnet152"} <= set(channels)

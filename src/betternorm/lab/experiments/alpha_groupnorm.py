@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from betternorm.lab.experiments import suite
 from betternorm.lab.experiments.suite import Findings, Label, Runs
-from betternorm.lab.experiments.tasks import CALTECH101, TASKS, with_norm
+from betternorm.lab.experiments.tasks import CALTECH101, TASKS, groups, with_norm
 from betternorm.lab.results import Table
 from betternorm.lab.trials import Trial
 
 TITLE = "Alpha for networks trained with Group Norm"
 PLACE = "Figure 2, section 3.1; appendix D"
 
-GROUPS = {"smoke": 4, "small": 8, "paper": 32}
 NARROW = 0.3  # how far from 1 the figure of the main text reaches
 METRICS = {"test_top1": "test top-1, %", "test_cross_entropy": "test cross-entropy"}
 
@@ -25,7 +24,7 @@ def arms(scale: str) -> dict[Label, Trial]:
     tasks = dict(TASKS[scale])
     if scale == "small":
         tasks["Caltech-101, 20 classes"] = CALTECH101
-    return {(task,): with_norm(config, "group", num_groups=GROUPS[scale]) for task, config in tasks.items()}
+    return {(task,): with_norm(config, "group", num_groups=groups(config, scale)) for task, config in tasks.items()}
 
 
 def conclude(runs: Runs) -> Findings:

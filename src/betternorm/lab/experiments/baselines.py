@@ -16,9 +16,8 @@ from torch import nn
 from betternorm.alpha import weighed_layers
 from betternorm.lab.data import Data, Loader
 from betternorm.lab.experiments import suite
-from betternorm.lab.experiments.combined import GROUPS
 from betternorm.lab.experiments.suite import Findings, Label, Runs
-from betternorm.lab.experiments.tasks import TASKS, at_batch_size, with_norm, with_renorm
+from betternorm.lab.experiments.tasks import TASKS, at_batch_size, groups, with_norm, with_renorm
 from betternorm.lab.results import Figure, Table
 from betternorm.lab.training import evaluate
 from betternorm.lab.trials import Progress, Trial
@@ -55,7 +54,7 @@ def arms(scale: str) -> dict[Label, Trial]:
         methods = {
             BATCH: here,
             EACH: AlphaALayer.of(here),
-            GROUP: with_norm(here, "group", num_groups=GROUPS[scale]),
+            GROUP: with_norm(here, "group", num_groups=groups(here, scale)),
             "layer norm": with_norm(here, "layer"),
             "instance norm": with_norm(here, "instance"),
             "batch renorm": with_renorm(here),

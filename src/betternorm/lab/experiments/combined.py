@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from betternorm.lab.experiments import decay, ghost_size, suite
 from betternorm.lab.experiments.suite import Findings, Label, Runs
-from betternorm.lab.experiments.tasks import TASKS, at_batch_size, with_norm
+from betternorm.lab.experiments.tasks import TASKS, at_batch_size, groups, with_norm
 from betternorm.lab.results import Figure, Table
 from betternorm.lab.training import Config
 from betternorm.lab.trials import Trial
@@ -21,7 +21,6 @@ TITLE = "All four together, across batch sizes"
 PLACE = "Figure 5a, section 4.2"
 
 BATCHES = {"smoke": (2, 32), "small": (32, 8, 2, 1), "paper": (1, 2, 4, 8, 16, 32, 64, 128)}
-GROUPS = {"smoke": 4, "small": 8, "paper": 32}
 GHOSTS = {"smoke": 4, "small": 8, "paper": 16}
 BATCH, GROUP, GHOST, OURS = "batch norm", "group norm", "ghosts alone, by their size", "all four"
 
@@ -42,16 +41,19 @@ def arms(scale: str) -> dict[Label, Trial]:
 def methods(config: Config, scale: str) -> dict[str, Config]:
     """Batch norm where there is a batch, Group Norm, and what the paper advises for this batch size."""
     baselines = {BATCH: config} if config.batch_size > 1 else {}
-    return baselines | {GROUP: with_norm(config, "group", num_groups=GROUPS[scale]), OURS: all_four(config, scale)}
+    return baselines | {
+        GROUP: with_norm(config, "group", num_groups=groups(config, scale)),
+        OURS: all_four(config, scale),
+    }
 
 
 def all_four(config: Config, scale: str) -> Config:
     """What the paper advises for a batch size; alpha is tuned after training."""
     decayed = replace(config, norm_decay=decay.DECAY[scale])
     if config.batch_size == 1:
-        return with_norm(decayed, "group", num_groups=GROUPS[scale])
+        return with_norm(decayed, "group", num_groups=groups(config, scale))
     if config.batch_size == 2:
-        return with_norm(decayed, "batch_group", num_groups=GROUPS[scale])
+        return with_norm(decayed, "batch_group", num_groups=groups(config, scale))
     return with_norm(decayed, "ghost", ghost_size=min(GHOSTS[scale], config.batch_size))
 
 

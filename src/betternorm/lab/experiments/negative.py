@@ -18,7 +18,7 @@ from betternorm.alpha import calibrate, set_alpha
 from betternorm.lab.data import Data, Loader
 from betternorm.lab.experiments import suite
 from betternorm.lab.experiments.suite import Findings, Label, Runs
-from betternorm.lab.experiments.tasks import TASKS, steps, with_norm
+from betternorm.lab.experiments.tasks import TASKS, groups, steps, with_norm
 from betternorm.lab.results import Figure, Table
 from betternorm.lab.training import evaluate
 from betternorm.lab.trials import Progress, Trial
@@ -26,7 +26,6 @@ from betternorm.lab.trials import Progress, Trial
 TITLE = "What the paper tried in vain"
 PLACE = "Appendix C"
 
-GROUPS = {"smoke": 4, "small": 8, "paper": 32}
 ELEMENTS = {"smoke": 128, "small": 512, "paper": 4096}  # values a group, height x width x channels
 SPREAD = {"smoke": 0.5, "small": 0.25, "paper": 0.25}  # of the noise, in deviations of the statistics
 AVERAGES = {
@@ -64,15 +63,15 @@ class Recalibrated(suite.OnTrained):
 
 def arms(scale: str) -> dict[Label, Trial]:
     task, config = next(iter(TASKS[scale].items()))
-    groups, own = GROUPS[scale], "betternorm.lab.norms:"
+    count, own = groups(config, scale), "betternorm.lab.norms:"
     length = steps(config)
-    few, many = max(2, groups // 4), groups * 2
+    few, many = max(2, count // 4), count * 2
     return {
         (task, "averages"): Recalibrated.of(config),
-        (task, "Group Norm"): with_norm(config, "group", num_groups=groups),
-        (task, "noise"): with_norm(config, f"{own}noisy_group", num_groups=groups, strength=SPREAD[scale]),
-        (task, "random groups"): with_norm(config, f"{own}random_group", num_groups=groups),
-        (task, "random groups, half the time"): with_norm(config, f"{own}random_group", num_groups=groups, share=0.5),
+        (task, "Group Norm"): with_norm(config, "group", num_groups=count),
+        (task, "noise"): with_norm(config, f"{own}noisy_group", num_groups=count, strength=SPREAD[scale]),
+        (task, "random groups"): with_norm(config, f"{own}random_group", num_groups=count),
+        (task, "random groups, half the time"): with_norm(config, f"{own}random_group", num_groups=count, share=0.5),
         (task, "more and more groups"): with_norm(config, f"{own}changing_group", first=few, last=many, steps=length),
         (task, "fewer and fewer groups"): with_norm(config, f"{own}changing_group", first=many, last=few, steps=length),
         (task, "constant values a group"): with_norm(config, f"{own}even_group", elements=ELEMENTS[scale]),

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from betternorm.lab.experiments import suite
 from betternorm.lab.experiments.suite import Findings, Label, Runs
-from betternorm.lab.experiments.tasks import PAPER, SMALL, SMOKE, with_norm, with_renorm
+from betternorm.lab.experiments.tasks import PAPER, SMALL, SMOKE, groups, with_norm, with_renorm
 from betternorm.lab.results import Figure, Table
 from betternorm.lab.trials import Trial
 
@@ -38,7 +38,6 @@ BASE = {
     "paper": replace(PAPER, classes_per_batch=4),
 }
 SIZES = {"smoke": (8,), "small": (16, 8, 4, 2), "paper": (64, 32, 16, 8, 4, 2)}
-GROUPS = {"smoke": 4, "small": 8, "paper": 32}
 BATCH, RENORM, GROUP = "batch norm", "batch renorm", "batch group norm"
 
 
@@ -50,7 +49,7 @@ def arms(scale: str) -> dict[Label, Trial]:
         (RENORM, whole): with_renorm(base),
     }
     found |= {("ghost batch norm", size): with_norm(base, "ghost", ghost_size=size) for size in SIZES[scale]}
-    found[GROUP, 2] = with_norm(base, "batch_group", num_groups=GROUPS[scale])
+    found[GROUP, 2] = with_norm(base, "batch_group", num_groups=groups(base, scale))
     return found
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from betternorm.lab.experiments import suite
 from betternorm.lab.experiments.suite import Findings, Label, Runs
-from betternorm.lab.experiments.tasks import TASKS, at_batch_size, with_norm
+from betternorm.lab.experiments.tasks import MOST_GROUPS, TASKS, at_batch_size, with_norm
 from betternorm.lab.results import Figure, Table
 from betternorm.lab.trials import Trial
 
@@ -27,6 +27,7 @@ def arms(scale: str) -> dict[Label, Trial]:
         for task, config in TASKS[scale].items()
         for norm in METHODS
         for groups in GROUPS[scale]
+        if groups <= MOST_GROUPS.get(config.network, groups)
     }
 
 

@@ -64,6 +64,11 @@ TRAINING_IMAGES = {
 }
 CLASSES = {"flowers102": 102, "caltech101": 101, "cifar100": 100}
 
+# Groups of channels, for Group Norm and batch group norm. They have to divide the channels of every layer, and those of
+# Inception-v3 have 16 as their largest common divisor; the others have 64.
+GROUPS = {"smoke": 4, "small": 8, "paper": 32}
+MOST_GROUPS = {"inception_v3": 16}
+
 # What most experiments learn, by the name of the dataset.
 TASKS: dict[str, dict[str, Config]] = {
     "smoke": {"digits": SMOKE},
@@ -85,6 +90,10 @@ def with_renorm(config: Config) -> Config:
     """Batch renorm, plain batch norm for a tenth of the training and then corrected more and more for the next four."""
     total = steps(config)
     return with_norm(config, "renorm", warmup_steps=total // 10, d_steps=3 * total // 10, r_steps=total // 2)
+
+
+def groups(config: Config, scale: str) -> int:
+    return min(GROUPS[scale], MOST_GROUPS.get(config.network, GROUPS[scale]))
 
 
 def with_norm(config: Config, norm: str, **options: object) -> Config:
