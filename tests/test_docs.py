@@ -294,6 +294,20 @@ def test_examples_in_a_help_text_are_understood(command: str) -> None:
         build_parser({command}).parse_args(words)
 
 
+def test_the_readme_quotes_the_results() -> None:
+    """Every percentage of a line that links to a result is a mean in that result's tables."""
+    lines = re.findall(
+        r"^\| \[.*?\]\((docs/results/[\w-]+)\.md\)(.*)$", (ROOT / "README.md").read_text(), flags=re.MULTILINE
+    )
+    assert len(lines) >= 5
+    for result, line in lines:
+        tables = "".join(table.read_text() for table in (ROOT / result).glob("table-*.csv"))
+        means = {f"{float(mean):.1f}" for mean in re.findall(r"(\d+\.\d+) ± ", tables)}
+        quoted = re.findall(r"(\d+\.\d) %", line)
+        assert quoted
+        assert set(quoted) <= means, f"{result} has no such means: {set(quoted) - means}"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_links_lead_somewhere(page: Path) -> None:
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
