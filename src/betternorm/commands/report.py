@@ -61,7 +61,13 @@ def collect(folder: Path, scales: list[str] | None = None, watched: bool | None 
     found = [experiments.results(folder, scale, [name]) for name, scale in track(wanted, "reading", show=watched)]
     if not scales:
         found.append(demo.results(folder))
-    return [result for results in found for result in results]
+    results = [result for results in found for result in results]
+    return results if scales else [one for one in results if not any(_holds_all(other, one) for other in results)]
+
+
+def _holds_all(larger: Result, smaller: Result) -> bool:
+    """Some trials are the same at every scale; they are no sign that the other scale was run."""
+    return {row.key for row in smaller.rows} < {row.key for row in larger.rows} and larger.name == smaller.name
 
 
 def _plain(value: Path | Verdict) -> str | dict[str, Any]:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from betternorm.cli import UserError
+from betternorm.commands import report
 from betternorm.lab import experiments, models
 from betternorm.lab.experiments import suite
 from betternorm.lab.results import Outcome
@@ -220,3 +221,8 @@ def test_groups_divide_the_channels_of_the_networks():
             channels[network] = {layer.num_features for layer in layers if isinstance(layer, nn.BatchNorm2d)}
         assert not [one for one in channels[network] if one > count and one % count], trials[0]
     assert {"resnet18", "inception_v3", "resnet152"} <= set(channels)
+
+
+def test_a_report_shows_no_scale_that_was_not_run(committed):
+    """What is shown of a layer by itself is the same trial at every scale."""
+    assert {result.scale for result in report.collect(committed.folder, watched=False)} == {"small"}
