@@ -267,7 +267,7 @@ def _provenance(result: Result) -> str:
 
 def _prose(text: str) -> str:
     """Text with the two marks that notes use, as in Markdown: `code` and *stress*."""
-    marked = re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
+    marked = re.sub(r"(`+)([^`]+)\1", r"<code>\2</code>", escape(text))
     return re.sub(r"(?<!\w)\*([^*\s][^*]*)\*(?!\w)", r"<em>\1</em>", marked)
 
 
