@@ -90,12 +90,12 @@ def blocks(page: Path) -> list[Block]:
     return found
 
 
-def shell_blocks(*, slow: bool) -> Any:
+def shell_blocks() -> Any:
     cases = [
-        pytest.param(page, block, id=f"{name}:{block.line}")
+        pytest.param(page, block, id=f"{name}:{block.line}", marks=[pytest.mark.slow] * block.slow)
         for page, name in zip(PAGES, NAMES, strict=True)
         for block in blocks(page)
-        if block.language in SHELL and block.slow == slow
+        if block.language in SHELL
     ]
     return pytest.mark.parametrize(("page", "block"), cases)
 
@@ -188,20 +188,10 @@ def test_every_block_says_its_language(page: Path) -> None:
     assert {block.language for block in blocks(page)} <= {"python", "text", *SHELL}
 
 
-@shell_blocks(slow=False)
+@shell_blocks()
 def test_commands_of_a_page_run(
     page: Path, block: Block, readers_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for words in block.commands():
-        RUNNERS[words[0]](words[1:])
-
-
-@pytest.mark.slow
-@shell_blocks(slow=True)
-def test_long_commands_of_a_page_run(
-    page: Path, block: Block, readers_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Those that start processes of their own, or measure."""
     for words in block.commands():
         RUNNERS[words[0]](words[1:])
 
