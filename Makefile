@@ -38,7 +38,7 @@ clean:
 	rm -rf .venv build dist site .mypy_cache .pytest_cache .ruff_cache
 
 # Without build isolation: a build environment of its own would fetch a second torch.
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt hatch_build.py $(wildcard src/betternorm/backends/cpu/*.cpp src/betternorm/backends/cpu/*.h)
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt hatchling editables
 	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.measuring import CLOCKS, geometric_mean
 from benchmarks.sections import SECTIONS, Row
-from betternorm import kernel
+from betternorm import backends
 from betternorm.tables import table
 
 
@@ -45,7 +45,7 @@ def main() -> None:
         "threads": arguments.threads,
         "rounds": arguments.rounds,
         "clock": arguments.clock,
-        "kernel": "compiled" if kernel.available() else kernel.status(),
+        "kernel": backends.status(),
         "load": round(os.getloadavg()[0], 1),  # of the machine, by whatever else it does
     }
     found: list[Row] = []

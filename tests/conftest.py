@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from betternorm import kernel
+from betternorm import functional
+from betternorm.backends import cpu
 
 # A shell without job control starts what it puts into the background deaf to Ctrl-C, and the programs that tests start
 # and interrupt would inherit that.
@@ -39,13 +40,13 @@ def shared() -> Path:
     return folder
 
 
-@pytest.fixture(params=["kernel", "torch operators"])
+@pytest.fixture(params=["compiled", "plain"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways to the same numbers: by the fused kernel, and as on a machine where it cannot be compiled."""
-    if request.param == "torch operators":
-        monkeypatch.setattr(kernel, "serves", lambda x, channels_per_group=1: False)
-    elif not kernel.available():
-        pytest.skip(kernel.status())
+    """Both ways to the same numbers: by the compiled kernels, and as on a machine without them."""
+    if request.param == "plain":
+        monkeypatch.setattr(functional, "fused", lambda *tensors: False)
+    elif not cpu.loaded:
+        pytest.skip(cpu.status)
     return str(request.param)
 
 

@@ -16,7 +16,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.optim.swa_utils import AveragedModel, update_bn
 from torch.utils.checkpoint import checkpoint
 
-from betternorm import BatchGroupNorm, BatchRenorm, GhostBatchNorm, GroupedBatchNorm, kernel
+from betternorm import BatchGroupNorm, BatchRenorm, GhostBatchNorm, GroupedBatchNorm, functional
+from betternorm.backends import cpu
 
 LAYERS = {
     "grouped": lambda **options: GroupedBatchNorm(4, 2, 3, **options),
@@ -293,9 +294,9 @@ def test_functional_call_with_parameters_and_buffers() -> None:
 @pytest.mark.parametrize("fused", [True, False])
 def test_compiled_training_is_eager_training(fused, monkeypatch) -> None:
     if not fused:
-        monkeypatch.setattr(kernel, "available", lambda: False)
-    elif not kernel.available():
-        pytest.skip(kernel.status())
+        monkeypatch.setattr(functional, "fused", lambda *tensors: False)
+    elif not cpu.loaded:
+        pytest.skip(cpu.status)
     torch.compiler.reset()
     net = network()
     net.append(nn.Conv2d(4, 4, 1)).append(GroupedBatchNorm(4)).append(
@@ -320,7 +321,7 @@ def test_compiled_training_is_eager_training(fused, monkeypatch) -> None:
 
 
 @quiet_compiler
-@pytest.mark.skipif(not kernel.available(), reason=kernel.status())
+@pytest.mark.skipif(not cpu.loaded, reason=cpu.status)
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 def test_a_compiled_graph_does_not_copy_the_gradient_into_another_format(memory_format) -> None:
     torch.compiler.reset()

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from betternorm import functional
-from betternorm.functional import ProcessGroup
+from betternorm.backends import tracing
+from betternorm.backends.distributed import ProcessGroup
 
 
 class GroupedBatchNorm(_BatchNorm):
@@ -139,8 +140,10 @@ class GroupedBatchNorm(_BatchNorm):
         self._check_input(input)
         if self.training:
             self._check_group_has_values(input)
-            output, mean, var = self._normalise_batch(input)
-            self._update(mean, var)
+            momentum = self._weight_of_batch()
+            output = self._normalise_batch(input, momentum)
+            if momentum is not None:
+                self.num_batches_tracked.add_(1)
         else:
             output = functional.weighed_batch_norm(
                 input,
@@ -157,7 +160,8 @@ class GroupedBatchNorm(_BatchNorm):
             output = child(output)  # type: ignore[misc]
         return output
 
-    def _normalise_batch(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _normalise_batch(self, input: Tensor, momentum: float | None) -> Tensor:
+        """The output in training; moves the averages by ``momentum`` toward the batch, where it is given."""
         return functional.grouped_batch_norm(
             input,
             self.weight,
@@ -166,7 +170,14 @@ class GroupedBatchNorm(_BatchNorm):
             self.examples_per_group,
             self.eps,
             self._processes(),
-        )
+            *(() if momentum is None else (self.running_mean, self.running_var, momentum)),
+        )[0]
+
+    def _weight_of_batch(self) -> float | None:
+        """The weight of this batch in the moving averages; None where it was counted before."""
+        if _runs_again_for_backward():
+            return None
+        return 1.0 / (float(self.num_batches_tracked) + 1) if self.momentum is None else self.momentum
 
     def _processes(self) -> ProcessGroup | None:
         if self.process_group == "world":
@@ -174,17 +185,10 @@ class GroupedBatchNorm(_BatchNorm):
             return torch.distributed.group.WORLD if ready else None
         return self.process_group
 
-    def _update(self, mean: Tensor, var: Tensor) -> None:
-        if _runs_again_for_backward():
-            return
-        self.num_batches_tracked.add_(1)
-        momentum = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        functional.update_moving_averages(self.running_mean, self.running_var, mean, var, momentum)
-
     def _check_input(self, input: Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(f"expected an input (N, C, *) of rank 2 or more, got shape {tuple(input.shape)}")
-        if input.shape[1] != self.num_features:
+        if not tracing() and input.shape[1] != self.num_features:  # sizes in a trace are tensors
             raise ValueError(
                 f"expected {self.num_features} channels in dimension 1 (num_features={self.num_features}), "
                 f"got {input.shape[1]} in an input of shape {tuple(input.shape)}"
@@ -468,18 +472,20 @@ class BatchRenorm(GroupedBatchNorm):
 
         return 1 + (self.r_max - 1) * progress(self.r_steps), self.d_max * progress(self.d_steps)
 
-    def _normalise_batch(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _normalise_batch(self, input: Tensor, momentum: float | None) -> Tensor:
         output, mean, var = functional.grouped_batch_norm(input, eps=self.eps, process_group=self._processes())
         r_max, d_max = self.limits()
         moving_std = torch.sqrt(self.running_var + self.eps)
         r = (torch.sqrt(var + self.eps) / moving_std).clamp(1 / r_max, r_max)
         d = ((mean - self.running_mean) / moving_std).clamp(-d_max, d_max)
+        if momentum is not None:
+            functional.update_moving_averages(self.running_mean, self.running_var, mean, var, momentum)
         scale = r if self.weight is None else r * self.weight
         shift = d if self.weight is None else d * self.weight
         if self.bias is not None:
             shift = shift + self.bias
         shape = (1, -1, *(1,) * (input.dim() - 2))
-        return (output * scale.view(shape) + shift.view(shape)).to(input.dtype), mean, var
+        return (output * scale.view(shape) + shift.view(shape)).to(input.dtype)
 
     def _repr_of_groups(self) -> str:
         return f"{self.num_features}, r_max={self.r_max}, d_max={self.d_max}"

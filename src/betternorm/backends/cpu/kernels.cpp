@@ -1,0 +1,617 @@
+// Grouped batch normalisation on the CPU, one trip through memory for each group that fits into the cache.
+//
+// A group is a run of consecutive examples times a run of consecutive channels times space. Its values are summed,
+// centred and written while they are in cache, which torch's own kernels do not do. backends/plain.py has the same
+// mathematics in readable form and is the oracle of this file.
+//
+// Lanes sum a few hundred values in float before they are added up in double. Every chunk of values is centred by its own
+// mean, and that mean is corrected by the mean of the residuals, so that a large mean costs no digits.
+//
+// Compiled once for each instruction set. Everything but the table at the end has internal linkage and nothing comes from
+// the standard library's headers: the linker would take one copy of an inline function for all instruction sets.
+
+#include "kernels.h"
+
+#if defined(__F16C__) || defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+namespace betternorm {
+namespace {
+
+#define INLINE inline __attribute__((always_inline))
+
+// ---- sixteen values at a time, as float32 ----
+
+typedef float vec __attribute__((vector_size(64), aligned(4), may_alias));
+typedef float vec8 __attribute__((vector_size(32), aligned(4), may_alias));
+typedef float vec4 __attribute__((vector_size(16), aligned(4), may_alias));
+typedef uint32_t words __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint16_t shorts __attribute__((vector_size(32), aligned(2), may_alias));
+
+struct bfloat16 {
+    uint16_t bits;
+};
+struct float16 {
+    uint16_t bits;
+};
+
+INLINE vec load(const float *p) { return *(const vec *)p; }
+INLINE void store(float *p, vec v) { *(vec *)p = v; }
+
+INLINE vec load(const bfloat16 *p) {
+    const words wide = __builtin_convertvector(*(const shorts *)p, words) << 16;
+    return (vec)wide;
+}
+INLINE void store(bfloat16 *p, vec v) {
+    const words w = (words)v;
+    const words rounded = (w + 0x7fff + ((w >> 16) & 1)) >> 16;  // to nearest, ties to even
+    const words quiet = (w >> 16) | 0x40;                        // NaN, which rounding could turn into infinity
+    *(shorts *)p = __builtin_convertvector((words)(v == v ? rounded : quiet), shorts);
+}
+
+#if defined(__AVX512F__)
+INLINE vec load(const float16 *p) { return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
+INLINE void store(float16 *p, vec v) {
+    _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+#elif defined(__F16C__)
+INLINE vec load(const float16 *p) {
+    vec v;
+    ((vec8 *)&v)[0] = (vec8)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+    ((vec8 *)&v)[1] = (vec8)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 8)));
+    return v;
+}
+INLINE void store(float16 *p, vec v) {
+    for (int i = 0; i < 2; i++)
+        _mm_storeu_si128((__m128i *)(p + 8 * i), _mm256_cvtps_ph((__m256)((const vec8 *)&v)[i], 0));
+}
+#else
+INLINE float widened(uint16_t h) {
+    const uint32_t sign = (uint32_t)(h & 0x8000) << 16, exponent = (h >> 10) & 31, fraction = h & 0x3ff;
+    if (exponent == 0) {
+        const float small = (float)fraction * 0x1p-24f;
+        return sign ? -small : small;
+    }
+    const uint32_t bits = sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | fraction << 13;
+    float f;
+    __builtin_memcpy(&f, &bits, sizeof f);
+    return f;
+}
+INLINE uint16_t narrowed(float f) {
+    uint32_t bits;
+    __builtin_memcpy(&bits, &f, sizeof bits);
+    const uint16_t sign = (bits >> 16) & 0x8000;
+    bits &= 0x7fffffff;
+    if (bits > 0x7f800000) return sign | 0x7e00;
+    if (bits >= 0x477ff000) return sign | 0x7c00;  // rounds to infinity
+    if (bits < 0x38800000) {                       // subnormal: let the addition of a half do the rounding
+        float magnitude;
+        __builtin_memcpy(&magnitude, &bits, sizeof magnitude);
+        magnitude += 0.5f;
+        __builtin_memcpy(&bits, &magnitude, sizeof bits);
+        return sign | (uint16_t)(bits - 0x3f000000);
+    }
+    return sign | (uint16_t)((bits - 0x38000000 + 0xfff + ((bits >> 13) & 1)) >> 13);
+}
+INLINE vec load(const float16 *p) {
+    vec v;
+    for (int i = 0; i < LANES; i++) v[i] = widened(p[i].bits);
+    return v;
+}
+INLINE void store(float16 *p, vec v) {
+    for (int i = 0; i < LANES; i++) p[i].bits = narrowed(v[i]);
+}
+#endif
+
+// Fewer than LANES values; the others are zero, and are not written.
+template <class T> INLINE vec load_some(const T *p, int64_t count) {
+    T values[LANES] = {};
+    for (int64_t i = 0; i < count; i++) values[i] = p[i];
+    return load(values);
+}
+template <class T> INLINE void store_some(T *p, vec v, int64_t count) {
+    T values[LANES];
+    store(values, v);
+    for (int64_t i = 0; i < count; i++) p[i] = values[i];
+}
+
+INLINE vec splat(float f) { return f - (vec){0}; }
+INLINE vec first_lanes(vec v, int64_t count) {
+    for (int64_t i = 0; i < LANES; i++) v[i] = i < count ? v[i] : 0;
+    return v;
+}
+INLINE float total(vec v) {
+    const vec8 *halves = (const vec8 *)&v;
+    const vec8 a = halves[0] + halves[1];
+    const vec4 *quarters = (const vec4 *)&a;
+    const vec4 b = quarters[0] + quarters[1];
+    return (b[0] + b[1]) + (b[2] + b[3]);
+}
+
+// ---- where a unit lies ----
+
+// Channels last: `rows` rows of `width` values, `stride` apart. Contiguous: `width` channels, `space` apart, of `runs` runs of
+// `space` values, `stride` apart.
+struct Block {
+    int64_t start, rows, runs, width, stride, space;
+    bool channels_last;
+
+    int64_t steps() const { return channels_last ? rows : runs; }
+    int64_t values() const { return rows * runs * space; }  // of each channel
+    Block part(int64_t from, int64_t to) const {
+        Block b = *this;
+        b.start += from * stride;
+        (channels_last ? b.rows : b.runs) = to - from;
+        return b;
+    }
+};
+
+INLINE Block unit_block(const Shape &s, int64_t group, int64_t c0, int64_t width) {
+    const int64_t n0 = s.first_example(group), n1 = s.first_example(group + 1);
+    if (s.channels_last) return {n0 * s.space * s.channels + c0, (n1 - n0) * s.space, 1, width, s.channels, 1, true};
+    return {(n0 * s.channels + c0) * s.space, 1, n1 - n0, width, s.channels * s.space, s.space, false};
+}
+
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// ---- sums for each channel over a block ----
+
+enum Term { SUM, MOMENTS, PRODUCTS };
+// SUM: x. MOMENTS: x - centre and its square. PRODUCTS: dy, dy * (x - centre) and x - centre.
+
+template <Term term> constexpr int sums_of() { return term == SUM ? 1 : term == MOMENTS ? 2 : 3; }
+
+template <Term term> INLINE void add(vec *sum, vec x, vec dy, vec centre) {
+    if (term == SUM) {
+        sum[0] += x;
+        return;
+    }
+    const vec d = x - centre;
+    if (term == MOMENTS) {
+        sum[0] += d;
+        sum[1] += d * d;
+    } else {
+        sum[0] += dy;
+        sum[1] += dy * d;
+        sum[2] += d;
+    }
+}
+
+template <Term term, class T>
+INLINE void sums_of_channel(const Block &b, const T *x, const T *dy, float centre, double *const *out, int64_t at) {
+    constexpr int K = sums_of<term>();
+    const vec m = splat(centre);
+    const int64_t S = b.space, tail = S % LANES;
+    double all[K] = {};
+    vec sum[2][K] = {};
+    int64_t covered = 0;
+    for (int64_t n = 0; n < b.runs; n++, x += b.stride, dy += b.stride) {
+        int64_t i = 0;
+        while (i + LANES <= S) {
+            const int64_t stop = least(S - tail, i + STRETCH * LANES);
+            covered += stop - i;
+            for (; i + 2 * LANES <= stop; i += 2 * LANES)
+                for (int j = 0; j < 2; j++) {
+                    const vec e = term == PRODUCTS ? load(dy + i + j * LANES) : m;
+                    add<term>(sum[j], load(x + i + j * LANES), e, m);
+                }
+            if (i < stop) {
+                add<term>(sum[0], load(x + i), term == PRODUCTS ? load(dy + i) : m, m);
+                i += LANES;
+            }
+            if (covered >= STRETCH * LANES) {
+                for (int k = 0; k < K; k++) {
+                    all[k] += total(sum[0][k] + sum[1][k]);
+                    sum[0][k] = sum[1][k] = (vec){0};
+                }
+                covered = 0;
+            }
+        }
+        if (tail) {
+            vec rest[K] = {};
+            add<term>(rest, load_some(x + i, tail), term == PRODUCTS ? load_some(dy + i, tail) : m, m);
+            for (int k = 0; k < K; k++) sum[1][k] += first_lanes(rest[k], tail);
+            covered += LANES;
+        }
+    }
+    for (int k = 0; k < K; k++) out[k][at] = all[k] + total(sum[0][k] + sum[1][k]);
+}
+
+// Channels last: `vectors` times LANES channels at once, or `width` of them, fewer than LANES. Number and order of the
+// sums is the same for every channel, so that a result does not depend on how the work was divided.
+template <Term term, int vectors, class T>
+INLINE void sums_of_rows(const Block &b, const T *x, const T *dy, const float *centre, double *const *out, int64_t at,
+                         int64_t width) {
+    constexpr int K = sums_of<term>(), count = vectors ? vectors : 1;
+    const int64_t lanes = vectors ? LANES : width;
+#define GET(p, v) (vectors ? load((p) + (v) * LANES) : load_some(p, width))
+    vec m[count];
+    for (int v = 0; v < count; v++) m[v] = term == SUM ? (vec){0} : GET(centre, v);
+    for (int64_t row = 0; row < b.rows;) {
+        const int64_t stop = least(b.rows, row + LINES * STRETCH);
+        vec sum[LINES][count][K] = {};
+        for (; row + LINES <= stop; row += LINES, x += LINES * b.stride, dy += LINES * b.stride)
+            for (int j = 0; j < LINES; j++)
+                for (int v = 0; v < count; v++) {
+                    const vec e = term == PRODUCTS ? GET(dy + j * b.stride, v) : m[v];
+                    add<term>(sum[j][v], GET(x + j * b.stride, v), e, m[v]);
+                }
+        for (; row < stop; row++, x += b.stride, dy += b.stride)
+            for (int v = 0; v < count; v++)
+                add<term>(sum[0][v], GET(x, v), term == PRODUCTS ? GET(dy, v) : m[v], m[v]);
+        for (int k = 0; k < K; k++)
+            for (int v = 0; v < count; v++)
+                for (int64_t i = 0; i < lanes; i++)
+                    out[k][at + v * LANES + i] += (double)sum[0][v][k][i] + sum[1][v][k][i];
+    }
+#undef GET
+}
+
+template <Term term, class T>
+void sums(const Block &b, const T *x, const T *dy, const float *centre, double *const *out) {
+    x += b.start;
+    dy += b.start;
+    int64_t c = 0;
+    if (!b.channels_last) {
+        for (; c < b.width; c++)
+            sums_of_channel<term>(b, x + c * b.space, dy + c * b.space, term == SUM ? 0 : centre[c], out, c);
+        return;
+    }
+    for (int k = 0; k < sums_of<term>(); k++) __builtin_memset(out[k], 0, b.width * sizeof(double));
+    for (; c + 4 * LANES <= b.width; c += 4 * LANES) sums_of_rows<term, 4>(b, x + c, dy + c, centre + c, out, c, 0);
+    for (; c + LANES <= b.width; c += LANES) sums_of_rows<term, 1>(b, x + c, dy + c, centre + c, out, c, 0);
+    if (c < b.width) sums_of_rows<term, 0>(b, x + c, dy + c, centre + c, out, c, b.width - c);
+}
+
+// Room for a unit's numbers, for as long as a thread works on units.
+struct Scratch {
+    double *a, *b, *c, *d;
+    Coefficients k;
+
+    explicit Scratch(int64_t width) {
+        a = (double *)__builtin_malloc(width * (4 * sizeof(double) + 4 * sizeof(float)));
+        b = a + width, c = b + width, d = c + width;
+        float *const floats = (float *)(d + width);
+        k = {floats, floats + width, floats + 2 * width, floats + 3 * width};
+    }
+    Scratch(const Scratch &) = delete;
+    ~Scratch() { __builtin_free(a); }
+};
+
+// Mean and biased variance of every channel of a block that fits into the cache.
+template <class T>
+void statistics_of_chunk(const Block &b, const T *x, float *centre, double *mean, double *variance) {
+    double *const moments[] = {mean, variance};
+    const double count = (double)b.values();
+    sums<SUM>(b, x, x, centre, moments);
+    for (int64_t c = 0; c < b.width; c++) centre[c] = (float)(mean[c] / count);
+    sums<MOMENTS>(b, x, x, centre, moments);
+    for (int64_t c = 0; c < b.width; c++) {
+        const double off = mean[c] / count, v = variance[c] / count - off * off;
+        mean[c] = off - off == 0 ? centre[c] + off : centre[c];  // else it is infinite or NaN already, and stays so
+        variance[c] = v < 0 ? 0 : v;                             // in this order NaN stays NaN
+    }
+}
+
+// Join the statistics of a further chunk, which is `share` of all so far, by the law of total variance.
+INLINE void join(int64_t width, double share, const double *more_mean, const double *more_variance, double *mean,
+                 double *variance) {
+    const double rest = 1 - share;
+    for (int64_t c = 0; c < width; c++) {
+        const double step = more_mean[c] - mean[c];
+        variance[c] = rest * variance[c] + share * more_variance[c] + share * rest * step * step;
+        mean[c] = rest * mean[c] + share * more_mean[c];
+    }
+}
+
+template <class T>
+void statistics(const Block &whole, int64_t chunk, const T *x, const Scratch &s, double *mean, double *variance) {
+    const int64_t steps = whole.steps();
+    statistics_of_chunk(whole.part(0, least(steps, chunk)), x, s.k.centre, mean, variance);
+    for (int64_t from = chunk; from < steps; from += chunk) {
+        const int64_t to = least(steps, from + chunk);
+        statistics_of_chunk(whole.part(from, to), x, s.k.centre, s.a, s.b);
+        join(whole.width, (double)(to - from) / to, s.a, s.b, mean, variance);
+    }
+}
+
+// The same in one reading, by sums about a guess. Returns whether that was near enough to the mean for the variance to
+// be exact: what is subtracted is then at most 16 times what remains.
+template <class T>
+bool statistics_about(const Block &b, const T *x, const float *guess, double *mean, double *variance) {
+    double *const moments[] = {mean, variance};
+    const double count = (double)b.values();
+    bool near = true;
+    sums<MOMENTS>(b, x, x, guess, moments);
+    for (int64_t c = 0; c < b.width; c++) {
+        const double off = mean[c] / count, v = variance[c] / count - off * off;
+        near &= off * off <= 16 * v;
+        mean[c] = guess[c] + off;
+        variance[c] = v;
+    }
+    return near;
+}
+
+// ---- one value out for every value of a block ----
+
+template <bool with_dy>
+INLINE vec value(vec x, vec dy, vec centre, vec scale, vec slope, vec shift) {
+    const vec own = (x - centre) * slope + shift;
+    return with_dy ? dy * scale + own : own;
+}
+
+template <bool with_dy, class T>
+INLINE void write_channel(const Block &b, const T *x, const T *dy, const Coefficients &k, int64_t c, T *out) {
+    const vec centre = splat(k.centre[c]), slope = splat(k.slope[c]), shift = splat(k.shift[c]);
+    const vec scale = with_dy ? splat(k.scale[c]) : slope;
+    const int64_t tail = b.space % LANES, whole = b.space - tail;
+    for (int64_t n = 0; n < b.runs; n++, x += b.stride, dy += b.stride, out += b.stride) {
+        for (int64_t i = 0; i < whole; i += LANES)
+            store(out + i, value<with_dy>(load(x + i), with_dy ? load(dy + i) : slope, centre, scale, slope, shift));
+        if (tail) {
+            const vec e = with_dy ? load_some(dy + whole, tail) : slope;
+            const vec v = value<with_dy>(load_some(x + whole, tail), e, centre, scale, slope, shift);
+            store_some(out + whole, v, tail);
+        }
+    }
+}
+
+template <bool with_dy, int vectors, class T>
+INLINE void write_rows(const Block &b, const T *x, const T *dy, const Coefficients &k, int64_t c, int64_t width, T *out) {
+    constexpr int count = vectors ? vectors : 1;
+#define GET(p, v) (vectors ? load((p) + (v) * LANES) : load_some(p, width))
+    vec centre[count], scale[count], slope[count], shift[count];
+    for (int v = 0; v < count; v++) {
+        centre[v] = GET(k.centre + c, v);
+        slope[v] = GET(k.slope + c, v);
+        shift[v] = GET(k.shift + c, v);
+        scale[v] = with_dy ? GET(k.scale + c, v) : slope[v];
+    }
+    for (int64_t row = 0; row < b.rows; row++, x += b.stride, dy += b.stride, out += b.stride)
+        for (int v = 0; v < count; v++) {
+            const vec e = with_dy ? GET(dy, v) : slope[v];
+            const vec y = value<with_dy>(GET(x, v), e, centre[v], scale[v], slope[v], shift[v]);
+            if (vectors) store(out + v * LANES, y);
+            else store_some(out, y, width);
+        }
+#undef GET
+}
+
+template <bool with_dy, class T>
+void write_block(const Block &b, const T *x, const T *dy, const Coefficients &k, T *out) {
+    x += b.start;
+    dy += b.start;
+    out += b.start;
+    int64_t c = 0;
+    if (!b.channels_last) {
+        for (; c < b.width; c++) {
+            const int64_t at = c * b.space;
+            write_channel<with_dy>(b, x + at, dy + at, k, c, out + at);
+        }
+        return;
+    }
+    for (; c + 4 * LANES <= b.width; c += 4 * LANES) write_rows<with_dy, 4>(b, x + c, dy + c, k, c, 0, out + c);
+    for (; c + LANES <= b.width; c += LANES) write_rows<with_dy, 1>(b, x + c, dy + c, k, c, 0, out + c);
+    if (c < b.width) write_rows<with_dy, 0>(b, x + c, dy + c, k, c, b.width - c, out + c);
+}
+
+// From the last chunk to the first: the last ones are still in cache.
+template <bool with_dy, class T>
+void write(const Block &whole, int64_t chunk, const T *x, const T *dy, const Coefficients &k, T *out) {
+    for (int64_t to = whole.steps(); to > 0; to -= chunk)
+        write_block<with_dy>(whole.part(most(0, to - chunk), to), x, dy, k, out);
+}
+
+// ---- from statistics to coefficients ----
+
+INLINE void set_coefficients(const Coefficients &k, int64_t c, double mean, float rstd, const float *weight,
+                             const float *bias) {
+    k.centre[c] = (float)mean;
+    k.slope[c] = weight ? rstd * weight[c] : rstd;
+    k.shift[c] = (float)((bias ? bias[c] : 0) + (k.centre[c] - mean) * k.slope[c]);
+}
+
+// `weight`, `bias`, the statistics and the tables of the group begin at the first channel of the block.
+INLINE void forward_coefficients(int64_t width, int64_t per, const double *mean, const double *variance, double eps,
+                                 const float *weight, const float *bias, float *group_mean, float *group_rstd,
+                                 const Coefficients &k) {
+    if (per == 1) {
+        for (int64_t c = 0; c < width; c++) {
+            group_mean[c] = (float)mean[c];
+            group_rstd[c] = (float)(1 / __builtin_sqrt(variance[c] + eps));
+        }
+        for (int64_t c = 0; c < width; c++) set_coefficients(k, c, mean[c], group_rstd[c], weight, bias);
+        return;
+    }
+    for (int64_t g = 0; g < width / per; g++) {
+        const double *m = mean + g * per, *v = variance + g * per;
+        double of_group = 0, spread = 0;
+        for (int64_t c = 0; c < per; c++) of_group += m[c];
+        of_group /= per;
+        for (int64_t c = 0; c < per; c++) spread += v[c] + (m[c] - of_group) * (m[c] - of_group);
+        group_mean[g] = (float)of_group;
+        group_rstd[g] = (float)(1 / __builtin_sqrt(spread / per + eps));
+        for (int64_t c = g * per; c < (g + 1) * per; c++)
+            set_coefficients(k, c, of_group, group_rstd[g], weight, bias);
+    }
+}
+
+// dx = dy * w r - r * mean(w dy) - r * xhat * mean(w dy xhat), where xhat = (x - mean) r. The mean is known as a float,
+// group_mean; `offset`, the sum of x - group_mean, tells what is missing.
+INLINE void backward_coefficients(int64_t width, int64_t per, double values, const float *weight, const float *mean,
+                                  const float *rstd, double *sum, double *dot, const double *offset,
+                                  const Coefficients &k) {
+    for (int64_t g = 0; g < width / per; g++) {
+        const double r = rstd[g], count = values * per;
+        double off = 0, mean_dy = 0, mean_dot = 0;
+        for (int64_t c = g * per; c < (g + 1) * per; c++) off += offset[c] / count;
+        off = off - off == 0 ? off : 0;
+        for (int64_t c = g * per; c < (g + 1) * per; c++) {
+            const double w = weight ? weight[c] : 1;
+            dot[c] = (dot[c] - off * sum[c]) * r;
+            mean_dy += w * sum[c] / count;
+            mean_dot += w * dot[c] / count;
+            k.scale[c] = (float)(w * r);
+        }
+        for (int64_t c = g * per; c < (g + 1) * per; c++) {
+            k.centre[c] = mean[g];
+            k.slope[c] = (float)(-mean_dot * r * r);
+            k.shift[c] = (float)(-mean_dy * r + mean_dot * r * r * off);
+        }
+    }
+}
+
+// ---- training ----
+
+#define EACH_UNIT(a)                                                                                                   \
+    const Shape &s = a.shape;                                                                                          \
+    const int64_t C = s.channels, per = s.channels_per_group, K = C / per;                                             \
+    const Scratch scratch(a.plan.width);                                                                               \
+    const Coefficients &k = scratch.k;                                                                                 \
+    for (int64_t unit = begin; unit < end; unit++)                                                                     \
+        for (int64_t group = unit / a.plan.across, c0 = unit % a.plan.across * a.plan.width, once = 1; once; once = 0)
+
+template <class T> void forward(const Forward &a, int64_t begin, int64_t end) {
+    const T *x = (const T *)a.x;
+    EACH_UNIT(a) {
+        const Block b = unit_block(s, group, c0, least(a.plan.width, C - c0));
+        double *mean = a.mean + group * C + c0, *variance = a.variance + group * C + c0;
+        const int64_t table = group * K + c0 / per;
+        statistics(b, a.plan.chunk, x, scratch, mean, variance);
+        forward_coefficients(b.width, per, mean, variance, a.eps, a.weight ? a.weight + c0 : nullptr,
+                             a.bias ? a.bias + c0 : nullptr, a.group_mean + table, a.group_rstd + table, k);
+        write<false>(b, a.plan.chunk, x, x, k, (T *)a.y);
+    }
+}
+
+template <class T> void backward(const Backward &a, int64_t begin, int64_t end) {
+    const T *x = (const T *)a.x, *dy = (const T *)a.dy;
+    EACH_UNIT(a) {
+        const Block b = unit_block(s, group, c0, least(a.plan.width, C - c0));
+        double *const out[] = {a.sum + group * C + c0, a.dot + group * C + c0, scratch.c};
+        const int64_t table = group * K + c0 / per;
+        for (int64_t c = 0; c < b.width; c++) k.centre[c] = a.group_mean[table + c / per];
+        sums<PRODUCTS>(b, x, dy, k.centre, out);
+        backward_coefficients(b.width, per, (double)b.values(), a.weight ? a.weight + c0 : nullptr, a.group_mean + table,
+                              a.group_rstd + table, out[0], out[1], out[2], k);
+        if (a.dx) write<true>(b, a.plan.chunk, x, dy, k, (T *)a.dx);
+    }
+}
+
+// ---- training, where the chunks of channels-last groups are worked on by themselves ----
+
+INLINE Block slice_block(const Shape &s, const Plan &plan, int64_t index) {
+    const Block whole = unit_block(s, index / plan.slices, 0, s.channels);
+    const int64_t from = index % plan.slices * plan.chunk;
+    return whole.part(least(from, whole.rows), least(from + plan.chunk, whole.rows));
+}
+
+template <class T> void forward_statistics(const Forward &a, int64_t begin, int64_t end) {
+    const int64_t C = a.shape.channels;
+    const Scratch scratch(C);
+    for (int64_t i = begin; i < end; i++) {
+        const Block b = slice_block(a.shape, a.plan, i);
+        if (b.rows) statistics_of_chunk(b, (const T *)a.x, scratch.k.centre, a.parts[0] + i * C, a.parts[1] + i * C);
+    }
+}
+
+template <class T> void forward_join(const Forward &a, int64_t begin, int64_t end) {
+    const Shape &s = a.shape;
+    const int64_t C = s.channels, per = s.channels_per_group, K = C / per;
+    for (int64_t group = begin; group < end; group++) {
+        double *mean = a.mean + group * C, *variance = a.variance + group * C;
+        for (int64_t i = group * a.plan.slices, seen = 0; i < (group + 1) * a.plan.slices; i++) {
+            const int64_t rows = slice_block(s, a.plan, i).rows;
+            if (!rows) break;
+            seen += rows;
+            if (seen == rows) {
+                __builtin_memcpy(mean, a.parts[0] + i * C, C * sizeof(double));
+                __builtin_memcpy(variance, a.parts[1] + i * C, C * sizeof(double));
+            } else {
+                join(C, (double)rows / seen, a.parts[0] + i * C, a.parts[1] + i * C, mean, variance);
+            }
+        }
+        forward_coefficients(C, per, mean, variance, a.eps, a.weight, a.bias, a.group_mean + group * K,
+                             a.group_rstd + group * K, a.coefficients.from(group * C));
+    }
+}
+
+template <class T> void forward_write(const Forward &a, int64_t begin, int64_t end) {
+    const T *x = (const T *)a.x;
+    for (int64_t i = begin; i < end; i++)
+        write_block<false>(slice_block(a.shape, a.plan, i), x, x,
+                           a.coefficients.from(i / a.plan.slices * a.shape.channels), (T *)a.y);
+}
+
+template <class T> void backward_sums(const Backward &a, int64_t begin, int64_t end) {
+    const Shape &s = a.shape;
+    const int64_t C = s.channels, per = s.channels_per_group, K = C / per;
+    const Scratch scratch(C);
+    for (int64_t i = begin; i < end; i++) {
+        double *const out[] = {a.parts[0] + i * C, a.parts[1] + i * C, a.parts[2] + i * C};
+        for (int64_t c = 0; c < C; c++) scratch.k.centre[c] = a.group_mean[i / a.plan.slices * K + c / per];
+        sums<PRODUCTS>(slice_block(s, a.plan, i), (const T *)a.x, (const T *)a.dy, scratch.k.centre, out);
+    }
+}
+
+template <class T> void backward_join(const Backward &a, int64_t begin, int64_t end) {
+    const Shape &s = a.shape;
+    const int64_t C = s.channels, per = s.channels_per_group, K = C / per;
+    const Scratch scratch(C);
+    for (int64_t group = begin; group < end; group++) {
+        double *const out[] = {a.sum + group * C, a.dot + group * C, scratch.c};
+        for (int j = 0; j < 3; j++)
+            for (int64_t c = 0; c < C; c++) out[j][c] = 0;
+        for (int64_t i = group * a.plan.slices; i < (group + 1) * a.plan.slices; i++)
+            for (int j = 0; j < 3; j++)
+                for (int64_t c = 0; c < C; c++) out[j][c] += a.parts[j][i * C + c];
+        backward_coefficients(C, per, (double)unit_block(s, group, 0, C).rows, a.weight, a.group_mean + group * K,
+                              a.group_rstd + group * K, out[0], out[1], out[2], a.coefficients.from(group * C));
+    }
+}
+
+template <class T> void backward_write(const Backward &a, int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++)
+        write_block<true>(slice_block(a.shape, a.plan, i), (const T *)a.x, (const T *)a.dy,
+                          a.coefficients.from(i / a.plan.slices * a.shape.channels), (T *)a.dx);
+}
+
+// ---- inference: the example's own moments have weight alpha, the moving averages the rest ----
+
+template <class T> void infer(const Infer &a, int64_t begin, int64_t end) {
+    const T *x = (const T *)a.x;
+    const double alpha = a.alpha;
+    EACH_UNIT(a) {
+        (void)K;
+        const Block b = unit_block(s, group, c0, least(a.plan.width, C - c0));
+        const float *M = a.running_mean + c0, *V = a.running_var + c0;
+        const float *weight = a.weight ? a.weight + c0 : nullptr, *bias = a.bias ? a.bias + c0 : nullptr;
+        double *m = scratch.c, *v = scratch.d;
+        // The moving average is a good guess of the mean, and saves reading the values twice.
+        if (!statistics_about(b, x, M, m, v)) statistics(b, a.plan.chunk, x, scratch, m, v);
+        for (int64_t g = 0; g < b.width; g += per) {
+            double mean = 0, variance = 0;
+            for (int64_t c = g; c < g + per; c++) mean += (1 - alpha) * M[c] + alpha * m[c];
+            mean /= per;
+            for (int64_t c = g; c < g + per; c++) {
+                const double own = m[c] - mean, moving = M[c] - mean;
+                variance += (1 - alpha) * (V[c] + moving * moving) + alpha * (v[c] + own * own);
+            }
+            const float rstd = (float)(1 / __builtin_sqrt(variance / per + a.eps));
+            for (int64_t c = g; c < g + per; c++) set_coefficients(k, c, mean, rstd, weight, bias);
+        }
+        write<false>(b, a.plan.chunk, x, x, k, (T *)a.y);
+    }
+}
+
+}  // namespace
+
+#define KERNELS(T)                                                                                                     \
+    {forward<T>,       forward_statistics<T>, forward_join<T>,   forward_write<T>, backward<T>,                        \
+     backward_sums<T>, backward_join<T>,      backward_write<T>, infer<T>}
+
+extern const Kernels BETTERNORM_TABLE[TYPES] = {KERNELS(float), KERNELS(bfloat16), KERNELS(float16)};
+
+}  // namespace betternorm

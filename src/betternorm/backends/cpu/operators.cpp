@@ -1,0 +1,307 @@
+// The operators of betternorm on CPU tensors, on torch's stable ABI: one binary for every torch from 2.10 on.
+//
+// Schemas, shape functions and gradients stand in backends/operators.py. This file checks what it is given, lays out the
+// work, and hands it to kernels.cpp in the widest instruction set that the processor has.
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "kernels.h"
+
+namespace betternorm {
+namespace {
+
+using torch::stable::Tensor;
+using ScalarType = torch::headeronly::ScalarType;
+
+constexpr int64_t SERIAL_BELOW = 32768;  // values below which threads cost more than they bring, as in ATen
+constexpr int64_t WIDEST = 128;          // channels last: how much of a row is read at once
+constexpr int64_t SHORT = 256;           // contiguous: maps below which a unit takes several channels
+constexpr int64_t CHUNK = 64 << 10;     // bytes that are summed and centred while they are in cache
+constexpr int64_t BLOCK = 256;           // channels of a table that are added up at a time
+
+const Kernels *best_kernels() {
+#ifdef BETTERNORM_X86_LEVELS
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512cd"))
+        return kernels_v4;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2") &&
+        __builtin_cpu_supports("f16c"))
+        return kernels_v3;
+#endif
+    return kernels_v2;
+}
+
+const Kernels &kernels_for(ScalarType type) {
+    static const Kernels *const kernels = best_kernels();
+    switch (type) {
+        case ScalarType::Float: return kernels[FLOAT32];
+        case ScalarType::BFloat16: return kernels[BFLOAT16];
+        case ScalarType::Half: return kernels[FLOAT16];
+        default: STD_TORCH_CHECK(false, "betternorm: expected float32, bfloat16 or float16, got another dtype");
+    }
+    return kernels[FLOAT32];
+}
+
+// ---- tensors ----
+
+bool is_channels_last(const Tensor &x) {
+    const auto sizes = x.sizes(), strides = x.strides();
+    const int64_t rank = x.dim();
+    if (rank < 3) return false;
+    int64_t expected = 1;
+    for (int64_t i = 0; i < rank; i++) {
+        const int64_t d = i == 0 ? 1 : i == rank - 1 ? 0 : rank - i;  // channels, then space from the last on, then examples
+        if (sizes[d] != 1 && strides[d] != expected) return false;
+        expected *= sizes[d];
+    }
+    return true;
+}
+
+// x itself where its values lie densely in one of the two layouts, else a contiguous copy.
+Tensor dense(const Tensor &x) {
+    return x.is_contiguous() || is_channels_last(x) ? x : torch::stable::contiguous(x);
+}
+
+Tensor laid_out_as(const Tensor &like, const Tensor &t) {
+    const auto a = like.strides(), b = t.strides();
+    const bool same = std::equal(a.begin(), a.end(), b.begin(), b.end());
+    if (same && t.scalar_type() == like.scalar_type()) return t;
+    Tensor copy = torch::stable::empty_like(like);
+    torch::stable::copy_(copy, t);
+    return copy;
+}
+
+Tensor empty(std::vector<int64_t> sizes) {
+    std::vector<int64_t> strides(sizes.size(), 1);
+    for (size_t i = sizes.size(); i-- > 1;) strides[i - 1] = strides[i] * sizes[i];
+    AtenTensorHandle made;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+        sizes.size(), sizes.data(), strides.data(), aoti_torch_dtype_float32(), aoti_torch_device_type_cpu(), 0, &made));
+    return Tensor(made);
+}
+
+float *numbers(const Tensor &t) { return (float *)t.mutable_data_ptr(); }
+
+void check_vector(const char *name, const Tensor &t, int64_t channels) {
+    STD_TORCH_CHECK(t.is_cpu(), "betternorm: ", name, " is not on the CPU, and the input is");
+    STD_TORCH_CHECK(t.numel() == channels, "betternorm: ", name, " has ", t.numel(), " elements and the input has ",
+                    channels, " channels");
+}
+
+// gamma, beta or a moving average as floats; `kept` owns what had to be converted.
+const float *floats(const char *name, const std::optional<Tensor> &given, int64_t channels, std::vector<Tensor> &kept) {
+    if (!given) return nullptr;
+    check_vector(name, *given, channels);
+    Tensor t = *given;
+    if (t.scalar_type() != ScalarType::Float) t = torch::stable::to(t, ScalarType::Float);
+    kept.push_back(t.is_contiguous() ? t : torch::stable::contiguous(t));
+    return numbers(kept.back());
+}
+
+// ---- the layout of the work ----
+
+Shape shape_of(const Tensor &x, int64_t groups, int64_t channels_per_group) {
+    STD_TORCH_CHECK(x.dim() >= 2 && x.numel() > 0, "betternorm: expected an input (N, C, *) with values in it");
+    const int64_t N = x.size(0), C = x.size(1), S = x.numel() / (N * C);
+    STD_TORCH_CHECK(groups >= 1 && groups <= N, "betternorm: ", groups, " groups of ", N, " examples");
+    STD_TORCH_CHECK(channels_per_group >= 1 && C % channels_per_group == 0, "betternorm: channels_per_group=",
+                    channels_per_group, " does not divide the ", C, " channels");
+    // Without space both layouts are the same memory, and the channels-last loops run along the channels.
+    return {N, C, S, groups, channels_per_group, S == 1 || !x.is_contiguous()};
+}
+
+int64_t threads_for(const Shape &s) {
+    return s.examples * s.channels * s.space < SERIAL_BELOW ? 1 : (int64_t)torch::stable::get_num_threads();
+}
+
+// `at_once`: bytes that stay in cache between two readings, or 0 where the values are read once before they are written.
+Plan plan_for(const Shape &s, int64_t bytes_of_value, int64_t at_once, bool may_slice) {
+    const int64_t threads = threads_for(s), per = s.channels_per_group;
+    const int64_t row = s.channels_last ? std::min(WIDEST, s.channels) : s.space;
+    const int64_t rows = LINES * STRETCH;
+    int64_t width = s.channels_last ? WIDEST : s.space * per > SHORT ? 1 : LANES, slices = 1;
+    int64_t chunk = at_once ? std::clamp<int64_t>(at_once / (row * bytes_of_value), s.channels_last ? 32 : 1, rows) : rows;
+    if (s.channels_last && s.groups * ((s.channels + width - 1) / width) < threads) {
+        if (may_slice) {
+            slices = ((s.examples + s.groups - 1) / s.groups * s.space + chunk - 1) / chunk;
+            width = s.channels;
+        } else {
+            while (width > LANES && s.groups * ((s.channels + width - 1) / width) < threads) width /= 2;
+        }
+    }
+    width = std::min((width + per - 1) / per * per, s.channels);
+    return {width, (s.channels + width - 1) / width, chunk, slices};
+}
+
+template <class Arguments>
+void each(const Arguments &a, int64_t count, void (*work)(const Arguments &, int64_t, int64_t)) {
+    if (threads_for(a.shape) == 1) return work(a, 0, count);
+    torch::stable::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) { work(a, begin, end); });
+}
+
+// Room for what slices leave behind.
+template <class Arguments> void slices(Arguments &a, std::vector<double> &parts, std::vector<float> &coefficients) {
+    const int64_t table = a.shape.groups * a.shape.channels, size = table * a.plan.slices;
+    parts.resize(std::size(a.parts) * size);
+    for (size_t i = 0; i < std::size(a.parts); i++) a.parts[i] = parts.data() + i * size;
+    coefficients.resize(4 * table);
+    float *k = coefficients.data();
+    a.coefficients = {k, k + table, k + 2 * table, k + 3 * table};
+}
+
+// ---- tables of (groups, channels) ----
+
+// Mean and biased variance over the whole batch, from those of the groups.
+void batch_statistics(const Shape &s, const double *mean, const double *variance, double *batch_mean,
+                      double *batch_variance) {
+    const int64_t C = s.channels;
+    const auto share = [&](int64_t g) { return (double)(s.first_example(g + 1) - s.first_example(g)) / s.examples; };
+    for (int64_t c0 = 0; c0 < C; c0 += BLOCK) {
+        const int64_t width = std::min(BLOCK, C - c0);
+        double m[BLOCK] = {}, v[BLOCK] = {};
+        for (int64_t g = 0; g < s.groups; g++)
+            for (int64_t c = 0; c < width; c++) m[c] += share(g) * mean[g * C + c0 + c];
+        for (int64_t g = 0; g < s.groups; g++)
+            for (int64_t c = 0; c < width; c++) {
+                const double step = mean[g * C + c0 + c] - m[c];
+                v[c] += share(g) * (variance[g * C + c0 + c] + step * step);
+            }
+        std::copy(m, m + width, batch_mean + c0);
+        std::copy(v, v + width, batch_variance + c0);
+    }
+}
+
+void add_rows(int64_t rows, int64_t C, const double *table, double *to) {
+    for (int64_t c0 = 0; c0 < C; c0 += BLOCK) {
+        const int64_t width = std::min(BLOCK, C - c0);
+        double sum[BLOCK] = {};
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t c = 0; c < width; c++) sum[c] += table[r * C + c0 + c];
+        std::copy(sum, sum + width, to + c0);
+    }
+}
+
+// ---- operators ----
+
+struct Trained {
+    Tensor y, mean, rstd;
+    std::vector<double> batch_mean, batch_variance;
+};
+
+Trained train(const Tensor &given, const std::optional<Tensor> &weight, const std::optional<Tensor> &bias, int64_t groups,
+              int64_t channels_per_group, double eps) {
+    const Tensor x = dense(given);
+    const Shape s = shape_of(x, groups, channels_per_group);
+    const Plan plan = plan_for(s, x.element_size(), CHUNK, true);
+    const Kernels &kernels = kernels_for(x.scalar_type());
+    const int64_t C = s.channels, K = C / channels_per_group, G = groups, size = G * C;
+    Trained t{torch::stable::empty_like(x), empty({G, K}), empty({G, K}), std::vector<double>(C), std::vector<double>(C)};
+    std::vector<double> table(2 * size), parts;
+    std::vector<float> coefficients;
+    std::vector<Tensor> kept;
+    Forward a{s, plan, x.const_data_ptr(), floats("weight", weight, C, kept), floats("bias", bias, C, kept), eps,
+              t.y.mutable_data_ptr(), numbers(t.mean), numbers(t.rstd), table.data(), table.data() + size, {}, {}};
+    if (plan.slices == 1) {
+        each(a, G * plan.across, kernels.forward);
+    } else {
+        slices(a, parts, coefficients);
+        each(a, G * plan.slices, kernels.forward_statistics);
+        each(a, G, kernels.forward_join);
+        each(a, G * plan.slices, kernels.forward_write);
+    }
+    batch_statistics(s, a.mean, a.variance, t.batch_mean.data(), t.batch_variance.data());
+    return t;
+}
+
+Tensor as_floats(const std::vector<double> &values) {
+    const Tensor t = empty({(int64_t)values.size()});
+    std::copy(values.begin(), values.end(), numbers(t));
+    return t;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(const Tensor &x, const std::optional<Tensor> &weight,
+                                                           const std::optional<Tensor> &bias, int64_t groups,
+                                                           int64_t channels_per_group, double eps) {
+    const Trained t = train(x, weight, bias, groups, channels_per_group, eps);
+    return {t.y, t.mean, t.rstd, as_floats(t.batch_mean), as_floats(t.batch_variance)};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward_and_track(
+    const Tensor &x, const std::optional<Tensor> &weight, const std::optional<Tensor> &bias, int64_t groups,
+    int64_t channels_per_group, double eps, Tensor running_mean, Tensor running_var, double momentum) {
+    for (const auto &[name, t] : {std::pair("running_mean", &running_mean), std::pair("running_var", &running_var)}) {
+        check_vector(name, *t, x.size(1));
+        STD_TORCH_CHECK(t->scalar_type() == ScalarType::Float && t->is_contiguous(), "betternorm: ", name,
+                        " has to be contiguous float32");
+    }
+    const Trained t = train(x, weight, bias, groups, channels_per_group, eps);
+    float *M = numbers(running_mean), *V = numbers(running_var);
+    for (size_t c = 0; c < t.batch_mean.size(); c++) {
+        const double step = t.batch_mean[c] - M[c], rest = 1 - momentum;
+        V[c] = (float)(rest * V[c] + momentum * t.batch_variance[c] + momentum * rest * step * step);
+        // Not a step from where it is: infinity would turn into NaN one batch later, and in torch's layer it does not.
+        M[c] = (float)(rest * M[c] + momentum * t.batch_mean[c]);
+    }
+    return {t.y, t.mean, t.rstd, as_floats(t.batch_mean), as_floats(t.batch_variance)};
+}
+
+std::tuple<Tensor, Tensor, Tensor> backward(const Tensor &given_dy, const Tensor &given_x,
+                                            const std::optional<Tensor> &weight, const Tensor &mean, const Tensor &rstd,
+                                            bool need_dx) {
+    const Tensor x = dense(given_x), dy = laid_out_as(x, given_dy);
+    const int64_t C = x.size(1), G = mean.size(0), K = mean.size(1);
+    const Shape s = shape_of(x, G, C / K);
+    const Plan plan = plan_for(s, x.element_size(), 0, true);
+    const Kernels &kernels = kernels_for(x.scalar_type());
+    const Tensor dx = need_dx ? torch::stable::empty_like(x) : empty({0});
+    std::vector<double> table(2 * G * C), parts;
+    std::vector<float> coefficients;
+    std::vector<Tensor> kept;
+    Backward a{s, plan, dy.const_data_ptr(), x.const_data_ptr(), floats("weight", weight, C, kept), numbers(mean),
+               numbers(rstd), need_dx ? dx.mutable_data_ptr() : nullptr, table.data(), table.data() + G * C, {}, {}};
+    if (plan.slices == 1) {
+        each(a, G * plan.across, kernels.backward);
+    } else {
+        slices(a, parts, coefficients);
+        each(a, G * plan.slices, kernels.backward_sums);
+        each(a, G, kernels.backward_join);
+        if (need_dx) each(a, G * plan.slices, kernels.backward_write);
+    }
+    std::vector<double> dweight(C), dbias(C);
+    add_rows(G, C, a.dot, dweight.data());
+    add_rows(G, C, a.sum, dbias.data());
+    return {dx, as_floats(dweight), as_floats(dbias)};
+}
+
+Tensor infer(const Tensor &given, const Tensor &running_mean, const Tensor &running_var, const std::optional<Tensor> &weight,
+             const std::optional<Tensor> &bias, const Tensor &alpha, int64_t channels_per_group, double eps) {
+    const Tensor x = dense(given);
+    const Shape s = shape_of(x, x.size(0), channels_per_group);
+    const Plan plan = plan_for(s, x.element_size(), CHUNK, false);
+    std::vector<Tensor> kept;
+    check_vector("alpha", alpha, 1);
+    const double weight_of_example = *floats("alpha", alpha, 1, kept);
+    const Tensor y = torch::stable::empty_like(x);
+    const Infer a{s, plan, x.const_data_ptr(), floats("running_mean", running_mean, s.channels, kept),
+                  floats("running_var", running_var, s.channels, kept), floats("weight", weight, s.channels, kept),
+                  floats("bias", bias, s.channels, kept), weight_of_example, eps, y.mutable_data_ptr()};
+    each(a, s.groups * plan.across, kernels_for(x.scalar_type()).infer);
+    return y;
+}
+
+}  // namespace
+}  // namespace betternorm
+
+STABLE_TORCH_LIBRARY_IMPL(betternorm, CPU, m) {
+    m.impl("forward", TORCH_BOX(betternorm::forward));
+    m.impl("forward_and_track", TORCH_BOX(betternorm::forward_and_track));
+    m.impl("backward", TORCH_BOX(betternorm::backward));
+    m.impl("infer", TORCH_BOX(betternorm::infer));
+}

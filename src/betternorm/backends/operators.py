@@ -1,0 +1,247 @@
+"""The operators that the compiled backends implement: schemas, shape functions and gradients.
+
+They go through torch's dispatcher, so that every tool that looks at a network sees them. `forward` and `backward` are
+training; `forward_and_track` is `forward` with the moving averages updated in the same call; `infer` is inference with
+weight alpha on the example's own statistics. CPU kernels are registered by `cpu/operators.cpp`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from betternorm.backends import plain
+
+Five = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+_TRAINING = "Tensor x, Tensor? weight, Tensor? bias, SymInt groups, int channels_per_group, float eps"
+_AVERAGES = "Tensor(a!) running_mean, Tensor(b!) running_var, float momentum"
+_library = torch.library.Library("betternorm", "DEF")
+_library.define(f"forward({_TRAINING}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
+_library.define(f"forward_and_track({_TRAINING}, {_AVERAGES}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
+_library.define(
+    "backward(Tensor dy, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, bool need_dx) -> (Tensor, Tensor, Tensor)"
+)
+_library.define(
+    "infer(Tensor x, Tensor running_mean, Tensor running_var, Tensor? weight, Tensor? bias, Tensor alpha,"
+    " int channels_per_group, float eps) -> Tensor"
+)
+
+_forward = torch.ops.betternorm.forward.default
+_forward_and_track = torch.ops.betternorm.forward_and_track.default
+_backward = torch.ops.betternorm.backward.default
+_infer = torch.ops.betternorm.infer.default
+
+
+def normalise(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    groups: int,
+    channels_per_group: int,
+    eps: float,
+    *averages: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Training: the output, and the mean and biased variance of every channel over the batch.
+
+    ``averages``: running_mean, running_var and momentum, or nothing.
+    """
+    if torch.compiler.is_compiling():
+        # Straight to the operator: torch.compile makes every gradient that it hands to a Function contiguous, which for
+        # channels_last is a copy there and a copy back. The steps of the moving averages are joined by the compiler.
+        y, _, _, mean, var = _forward(x, weight, bias, groups, channels_per_group, eps)
+        if averages:
+            running_mean, running_var, momentum = averages
+            plain.update_moving_averages(running_mean, running_var, mean, var, momentum)
+        return y, mean, var
+    y, mean, var = _Normalise.apply(x, weight, bias, groups, channels_per_group, eps, *averages)  # type: ignore[no-untyped-call]
+    return y, mean, var
+
+
+def infer(
+    x: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    alpha: Tensor,
+    channels_per_group: int,
+    eps: float,
+) -> Tensor:
+    """Inference with weight ``alpha`` on the example's own statistics."""
+    y: Tensor = _Infer.apply(x, running_mean, running_var, weight, bias, alpha, channels_per_group, eps)  # type: ignore[no-untyped-call]
+    return y
+
+
+# ---- gradients ----
+
+
+class _Normalise(torch.autograd.Function):
+    """Kept for the backward pass: x, weight, and two numbers a group."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        groups: int,
+        channels_per_group: int,
+        eps: float,
+        *averages: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if averages:
+            output = _forward_and_track(x, weight, bias, groups, channels_per_group, eps, *averages)
+            torch.autograd.graph.increment_version(averages[:2])
+        else:
+            output = _forward(x, weight, bias, groups, channels_per_group, eps)
+        _set_up(ctx, (x, weight, bias, groups, channels_per_group, eps), output)
+        ctx.inputs = 6 + len(averages)
+        return output[0], output[3], output[4]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, *unused: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (*_gradients(ctx, dy), *(None,) * (ctx.inputs - 3))
+
+
+def _set_up(ctx: Any, inputs: tuple[Any, ...], output: Five) -> None:
+    x, weight, bias, ctx.groups, ctx.channels_per_group, ctx.eps = inputs
+    _, mean, rstd, batch_mean, batch_var = output
+    ctx.bias_type = None if bias is None else bias.dtype
+    ctx.save_for_backward(x, weight, mean, rstd)
+    ctx.mark_non_differentiable(mean, rstd, batch_mean, batch_var)
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Of x, weight and bias."""
+    if dy is None:
+        return None, None, None
+    x, weight, mean, rstd = ctx.saved_tensors
+    need_dx, need_dweight, need_dbias = ctx.needs_input_grad[:3]
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        return _differentiable_gradients(ctx, dy, x, weight)
+    dx, dweight, dbias = _backward(dy, x, weight, mean, rstd, need_dx)
+    return (
+        dx if need_dx else None,
+        dweight.to(weight.dtype) if need_dweight else None,
+        dbias.to(ctx.bias_type) if need_dbias else None,
+    )
+
+
+def _differentiable_gradients(
+    ctx: Any, dy: Tensor, x: Tensor, weight: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Somebody differentiates the gradient: through the plain form, where autograd sees every step."""
+    y, _, _ = plain.normalise(x, weight, None, ctx.groups, ctx.channels_per_group, ctx.eps)
+    need_dx, need_dweight, need_dbias = ctx.needs_input_grad[:3]
+    wanted = [t for t, need in ((x, need_dx), (weight, need_dweight)) if need and t is not None]
+    found = list(torch.autograd.grad(y, wanted, dy, create_graph=True)) if wanted else []
+    dbias = dy.sum((0, *range(2, dy.dim()))).to(ctx.bias_type) if need_dbias else None
+    return found.pop(0) if need_dx else None, found.pop(0) if need_dweight else None, dbias
+
+
+def _operator_gradients(ctx: Any, dy: Tensor | None, *unused: Tensor | None) -> tuple[Tensor | None, ...]:
+    with torch.no_grad():  # compiled graphs are differentiated once
+        return (*_gradients(ctx, dy), None, None, None)
+
+
+torch.library.register_autograd("betternorm::forward", _operator_gradients, setup_context=_set_up, lib=_library)
+
+
+class _Infer(torch.autograd.Function):
+    """The gradient is left to autograd, through the plain form: few train in evaluation mode."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        *tensors, ctx.channels_per_group, ctx.eps = inputs
+        ctx.save_for_backward(*tensors)
+        y: Tensor = _infer(*inputs)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        create_graph = torch.is_grad_enabled()
+        given = ctx.saved_tensors
+        with torch.enable_grad():
+            tensors = given if create_graph else [t if t is None else t.detach() for t in given]
+            wanted = [t for t, need in zip(tensors, ctx.needs_input_grad, strict=False) if need and t is not None]
+            if not create_graph:
+                for t in wanted:
+                    t.requires_grad_()
+            y = plain.infer(*tensors, ctx.channels_per_group, ctx.eps)  # type: ignore[call-arg]
+            found = list(torch.autograd.grad(y, wanted, dy, create_graph=create_graph))
+        return (*(found.pop(0) if need else None for need in ctx.needs_input_grad),)
+
+
+# ---- shapes ----
+
+
+def _forward_shapes(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, channels_per_group: int, eps: float
+) -> Five:
+    channels = x.shape[1]
+    table = (groups, channels // channels_per_group)
+    mean, rstd, batch_mean, batch_var = (
+        x.new_empty(size, dtype=torch.float32) for size in (table, table, channels, channels)
+    )
+    return torch.empty_like(x), mean, rstd, batch_mean, batch_var
+
+
+def _forward_and_track_shapes(*inputs: Any) -> Five:
+    return _forward_shapes(*inputs[:6])
+
+
+def _backward_shapes(
+    dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, need_dx: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    dx = torch.empty_like(x) if need_dx else x.new_empty(0, dtype=torch.float32)
+    return dx, mean.new_empty(x.shape[1]), mean.new_empty(x.shape[1])
+
+
+def _infer_shapes(x: Tensor, *unused: Any) -> Tensor:
+    return torch.empty_like(x)
+
+
+for _name, _shapes in (
+    ("forward", _forward_shapes),
+    ("forward_and_track", _forward_and_track_shapes),
+    ("backward", _backward_shapes),
+    ("infer", _infer_shapes),
+):
+    torch.library.register_fake(f"betternorm::{_name}", _shapes, lib=_library)
+
+
+# ---- GPUs ----
+
+
+def _triton() -> Any:
+    """Imported when the first tensor comes: it needs triton, which builds of torch for CPUs do not bring."""
+    return import_module("betternorm.backends.triton")
+
+
+def _cuda_forward(*inputs: Any) -> Five:
+    found: Five = _triton().forward(*inputs)
+    return found
+
+
+def _cuda_backward(
+    dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, need_dx: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    groups, channels_per_group = mean.shape[0], x.shape[1] // mean.shape[1]
+    dx, dweight, dbias = _triton().backward(dy, x, weight, mean, rstd, groups, channels_per_group, need_dx)
+    return x.new_empty(0, dtype=torch.float32) if dx is None else dx, dweight, dbias
+
+
+def _cuda_infer(*inputs: Any) -> Tensor:
+    found: Tensor = _triton().infer(*inputs)
+    return found
+
+
+_library.impl("forward", _cuda_forward, "CUDA")
+_library.impl("forward_and_track", _cuda_forward, "CUDA")
+_library.impl("backward", _cuda_backward, "CUDA")
+_library.impl("infer", _cuda_infer, "CUDA")

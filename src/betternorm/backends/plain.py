@@ -1,0 +1,123 @@
+"""The plain form: grouped batch norm and inference example weighing in torch's own operators.
+
+For every example n and channel c there are the mean m[n, c] and the variance v[n, c] over space. Every statistic is an
+average of those two small (N, C) tables over a group of examples, of channels, or of both, by the law of total
+variance: the variance of a group is the mean of the variances plus the variance of the means. That form does not
+cancel, as the mean of squares less the square of the mean would. What follows is one pass over the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def normalise(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, channels_per_group: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Training: the output, and the mean and biased variance of every channel over the batch."""
+    mean, var = example_moments(x)
+    group_mean, group_var = total(mean, var, lambda table: over_group(table, channels_per_group, groups))
+    batch_mean, batch_var = total(mean.detach(), var.detach(), lambda table: table.mean(0, keepdim=True))
+    return apply_statistics(x, group_mean, group_var, weight, bias, eps), batch_mean[0], batch_var[0]
+
+
+def infer(
+    x: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    alpha: Tensor | None,
+    channels_per_group: int,
+    eps: float,
+) -> Tensor:
+    """Inference with weight ``alpha`` on the example's own statistics."""
+    mean, var = running_mean[None], running_var[None]
+    if alpha is not None:
+        own_mean, own_var = example_moments(x)
+        mean, var = (
+            mean + alpha * (own_mean - mean),
+            (1 - alpha) * var + alpha * own_var + alpha * (1 - alpha) * (mean - own_mean).square(),
+        )
+    mean, var = total(mean, var, lambda table: _over_channels(table, channels_per_group))
+    return apply_statistics(x, mean, var, weight, bias, eps)
+
+
+def update_moving_averages(
+    running_mean: Tensor, running_var: Tensor, mean: Tensor, var: Tensor, momentum: float
+) -> None:
+    """Move the averages of x and of x² toward those of the batch, in place.
+
+    They are kept as mean and variance, so the variance takes up the distance between the two means:
+    (1 - t) V + t v + t (1 - t) (m - M)², with t the momentum.
+    """
+    with torch.no_grad():
+        step = mean.to(running_mean.dtype) - running_mean
+        running_var.mul_(1 - momentum).add_(var, alpha=momentum)
+        running_var.addcmul_(step, step, value=momentum * (1 - momentum))
+        # Not a step from where it is: infinity would turn into NaN one batch later, and in torch's layer it does not.
+        running_mean.mul_(1 - momentum).add_(mean, alpha=momentum)
+
+
+# ---- tables of (N, C) ----
+
+
+def example_moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance over space of every example and channel, (N, C), at least in float32."""
+    if x.dtype in (torch.float16, torch.bfloat16):
+        x = x.float()
+    if x.dim() == 2:
+        return x, torch.zeros_like(x)
+    space = tuple(range(2, x.dim()))
+    # The mean by itself: the one that var_mean has beside the variance is NaN where a value is infinite.
+    return x.mean(space), torch.var(x, space, correction=0)
+
+
+def total(mean: Tensor, var: Tensor, average: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """The law of total variance: mean and variance of the union, given the ``average`` over its parts."""
+    of_all = average(mean)
+    return of_all, average(var + (mean - of_all).square())
+
+
+def over_group(table: Tensor, channels_per_group: int, groups: int) -> Tensor:
+    """Every entry replaced by the mean over its group of examples and channels."""
+    return _over_channels(_over_examples(table, groups), channels_per_group)
+
+
+def apply_statistics(
+    x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    """One pass over the data with tables of (N, C) or (1, C)."""
+    scale = torch.rsqrt(var + eps)
+    if weight is not None:
+        scale = scale * weight
+    y = (x - _along_space(mean, x)) * _along_space(scale, x)
+    return (y if bias is None else y + _along_space(bias, x)).to(x.dtype)
+
+
+def _over_channels(table: Tensor, channels_per_group: int) -> Tensor:
+    """Every entry replaced by the mean over its channel group."""
+    if channels_per_group == 1:
+        return table
+    mean: Tensor = table.unflatten(1, (-1, channels_per_group)).mean(2)
+    return mean.repeat_interleave(channels_per_group, 1)
+
+
+def _over_examples(table: Tensor, groups: int) -> Tensor:
+    """Every row replaced by the mean over its group of examples; the larger groups come first."""
+    size, larger = table.shape[0] // groups, table.shape[0] % groups  # torch.compile knows no divmod of sizes that vary
+    middle = larger * (size + 1)
+    parts = []
+    for start, stop, per_group in ((0, middle, size + 1), (middle, table.shape[0], size)):
+        if start < stop:
+            group = table[start:stop].unflatten(0, (-1, per_group))
+            parts.append(group.mean(1, keepdim=True).expand_as(group).flatten(0, 1))
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def _along_space(table: Tensor, x: Tensor) -> Tensor:
+    """(..., C) to (..., C, 1, ...), to be broadcast against x."""
+    return table.reshape(*table.shape, *(1,) * (x.dim() - 2))
