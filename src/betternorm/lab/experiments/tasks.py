@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from betternorm.lab.data import DATASETS, training_images
 from betternorm.lab.training import Config
 
 # Denser near 0, where the best alpha of a batch norm network lies, and near 1, where that of a group norm network does.
@@ -52,18 +53,6 @@ CALTECH256 = replace(
     precision="16-mixed",
 )
 
-# Training images of the splits that betternorm.lab.data makes, to know the length of a training before it is read.
-TRAINING_IMAGES = {
-    "digits": 1078,
-    "flowers102": 1020,
-    "caltech101": 2020,
-    "cifar100": 40_000,
-    "svhn": 483_510,
-    "caltech256": 10_280,
-    "cub2011": 4_496,
-}
-CLASSES = {"flowers102": 102, "caltech101": 101, "cifar100": 100}
-
 # Groups of channels, for Group Norm and batch group norm. They have to divide the channels of every layer, and those of
 # Inception-v3 have 16 as their largest common divisor; the others have 64.
 GROUPS = {"smoke": 4, "small": 8, "paper": 32}
@@ -79,9 +68,10 @@ TASKS: dict[str, dict[str, Config]] = {
 
 def steps(config: Config) -> int:
     """How many steps a training takes; about, where only some classes are kept."""
-    images = config.train_examples or TRAINING_IMAGES[config.dataset.removeprefix("stand-in:")]
+    dataset = config.dataset.removeprefix("stand-in:")
+    images = config.train_examples or training_images(dataset)
     if config.classes is not None:
-        images = images * config.classes // CLASSES[config.dataset]
+        images = images * config.classes // DATASETS[dataset].classes
     each = images // config.batch_size
     return config.epochs * min(each, config.steps_per_epoch or each)
 
