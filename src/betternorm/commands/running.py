@@ -39,7 +39,7 @@ def add_arguments(group: Any, *, retry: bool) -> None:
 
 
 def given(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What :func:`betternorm.lab.engines.run` takes besides trials and a folder."""
+    """What :func:`betternorm.lab.engines.run_trials` takes besides trials and a folder."""
     bars = False if arguments.quiet else None
     return {
         "runtime": Runtime(**{name: getattr(arguments, name) for name in RUNTIME}, show=bars),

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     values = {item.name: getattr(arguments, item.name) for item in fields(Config) if hasattr(arguments, item.name)}
     values |= {"seed": arguments.seed[0], "norm_options": dict(map(_option, arguments.norm_option))}
-    rows = engines.run(grid(Config(**values), seed=arguments.seed), arguments.output, **running.given(arguments))
+    rows = engines.run_trials(grid(Config(**values), seed=arguments.seed), arguments.output, **running.given(arguments))
     if process_rank() > 0:
         return OK
     if arguments.export:

@@ -61,7 +61,7 @@ SMALL_BATCH = (Step("group norm", GROUP, tuned=True), Step("batch group norm", B
 
 
 @dataclass(frozen=True)
-class Metric:
+class Score:
     """A number that a network is judged by on test data: its name in a row, its label, its places, what is better."""
 
     name: str
@@ -92,18 +92,18 @@ class Metric:
 
 
 Rows = Mapping[Config, Sequence[Row]]  # of each configuration, a row for every seed, in order
-ACCURACY = Metric("top1", "accuracy, %", ".2f", suite.MORE)
-LOSS = Metric("cross_entropy", "cross-entropy", ".4f", suite.LESS)
+ACCURACY = Score("top1", "accuracy, %", ".2f", suite.MORE)
+LOSS = Score("cross_entropy", "cross-entropy", ".4f", suite.LESS)
 
 
-def run(
+def run_demo(
     folder: str | os.PathLike[str], seeds: int = SEEDS, workers: int | None = None, show: bool | None = None
 ) -> Result:
     """Train what is not yet in the store of ``folder``, and return what it comes to."""
     if seeds < 2:
         raise UserError(f"seeds is {seeds}; an interval needs 2 or more")
     trials = [replace(config, seed=seed) for seed in range(seeds) for config in _configs()]
-    rows = engines.run(
+    rows = engines.run_trials(
         trials,
         folder,
         engine="processes",
@@ -221,7 +221,7 @@ def _figures(rows: Rows) -> list[Figure]:
     return [*(_ladder(metric, rows) for metric in (ACCURACY, LOSS)), _by_seed(rows), *telling]
 
 
-def _ladder(metric: Metric, rows: Rows) -> Figure:
+def _ladder(metric: Score, rows: Rows) -> Figure:
     points = suite.curve("mean and interval", {step.name: metric.of(step, rows) for step in LADDER})
     return Figure(f"Added one at a time: {metric.label}", "", metric.label, [points], kind="bar")
 

@@ -20,8 +20,7 @@ from typing import Any
 
 from betternorm.cli import UserError
 from betternorm.lab.store import FAILED, RUNNING, Row, Store
-from betternorm.lab.trials import Runtime, Trial, perform, settled
-from betternorm.lab.trials import run as run_trial
+from betternorm.lab.trials import Runtime, Trial, perform, run_trial, settled
 from betternorm.progress import Bar
 
 ENGINES = ("here", "processes", "ray")
@@ -30,7 +29,7 @@ PRELOADED = ["betternorm.lab.training", "betternorm.lab.fabric"]
 REPORT_EVERY = 0.5  # seconds between a worker's reports
 
 
-def run(
+def run_trials(
     trials: Sequence[Trial],
     folder: str | os.PathLike[str],
     *,
@@ -148,20 +147,20 @@ def _processes(
             wait([item for worker in pool for item in (worker.pipe, worker.process.sentinel)], timeout=1.0)
             for worker in list(pool):
                 trial = worker.trial
-                row = worker.look(watch)
+                row = worker.receive(watch)
                 if row is not None and row.status == RUNNING:
                     busy.append(trial)  # another program has it: the others first
                 elif row is not None:
                     watch.finished(trial, row)
                 elif not worker.process.is_alive():
                     pool.remove(worker)
-                    _bury(worker, trial, store, deaths, queue, watch)
+                    _replace_dead_worker(worker, trial, store, deaths, queue, watch)
     finally:
         for worker in pool:
             worker.stop()
 
 
-def _bury(
+def _replace_dead_worker(
     worker: _Worker, trial: Trial | None, store: Store, deaths: dict[Trial, int], queue: deque[Trial], watch: Watch
 ) -> None:
     """A worker died. Its trial goes on from its checkpoint in another, unless it keeps killing them."""
@@ -193,10 +192,10 @@ class _Worker:
 
     def give(self, trial: Trial, patient: bool) -> None:
         self.trial = trial
-        with contextlib.suppress(OSError):  # dead already: found out on the next look
+        with contextlib.suppress(OSError):  # dead already: found out on the next receive
             self.pipe.send((trial, patient))
 
-    def look(self, watch: Watch) -> Row | None:
+    def receive(self, watch: Watch) -> Row | None:
         """Take what it has sent; the row, if that was among it."""
         try:
             while self.pipe.poll():

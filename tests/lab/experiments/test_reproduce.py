@@ -146,8 +146,8 @@ def test_killed_in_the_middle_and_restarted_gives_the_same_table(tmp_path):
 def test_engines_give_the_same_rows(name, engine, tmp_path):
     """Of transfer too, whose trials need a network that only one of them trains."""
     wanted = [trial for arm in experiments.trials(name, "smoke", 1).values() for trial in arm]
-    here = engines.run(wanted, tmp_path / "here", runtime=ONE_THREAD, show=False)
-    there = engines.run(wanted, tmp_path / "there", engine=engine, runtime=ONE_THREAD, workers=2, show=False)
+    here = engines.run_trials(wanted, tmp_path / "here", runtime=ONE_THREAD, show=False)
+    there = engines.run_trials(wanted, tmp_path / "there", engine=engine, runtime=ONE_THREAD, workers=2, show=False)
     assert [row.status for row in there] == [DONE] * len(wanted)
     assert [(row.key, row.result) for row in here] == [(row.key, row.result) for row in there]
 
@@ -200,5 +200,5 @@ def test_the_code_of_the_papers_scale_runs(name, tmp_path):
             network = getattr(trial, "network", "resnet152").partition(".")[0]
             spec = {"resnet152": "timm:resnet152"}.get(network, network)
             torch.save(load_model(spec).state_dict(), weights)
-        (row,) = engines.run([shrunk(trial, weights)], tmp_path / "store", runtime=ONE_THREAD, show=False)
+        (row,) = engines.run_trials([shrunk(trial, weights)], tmp_path / "store", runtime=ONE_THREAD, show=False)
         assert row.status == DONE, row.error

@@ -91,11 +91,11 @@ def run(
 ) -> list[Result]:
     """Run what is missing of some experiments, and return what they come to.
 
-    ``how`` goes to :func:`betternorm.lab.engines.run`. An experiment's rows are found by the keys of its trials, so
+    ``how`` goes to :func:`betternorm.lab.engines.run_trials`. An experiment's rows are found by the keys of its trials, so
     those that experiments share are run once, and what was run before is not run again.
     """
     wanted = [trial for name in names for arm in trials(name, scale, seeds, own).values() for trial in arm]
-    engines.run(seeds_first(wanted), folder, runtime=runtime, **how)
+    engines.run_trials(seeds_first(wanted), folder, runtime=runtime, **how)
     return [result(name, scale, Store(folder), seeds, own) for name in names]
 
 

@@ -116,12 +116,12 @@ def _range(network: nn.Module, loader: Loader) -> tuple[float, float, int]:
     seen: list[Tensor] = []
     space = 1
 
-    def look(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    def record_extremes(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         nonlocal space
         space = output[0, 0].numel()
         seen.append(torch.stack([output.min(), output.max()]))
 
-    handle = last.register_forward_hook(look)
+    handle = last.register_forward_hook(record_extremes)
     with torch.no_grad():
         for images, _ in loader:
             network(images)

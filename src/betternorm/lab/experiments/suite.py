@@ -17,8 +17,7 @@ from betternorm.lab import stats
 from betternorm.lab.data import Data, Loader
 from betternorm.lab.results import Figure, Outcome, Series, Table, Verdict
 from betternorm.lab.store import Row, Store
-from betternorm.lab.training import JUDGED_BY, Config, load_data, trained
-from betternorm.lab.training import run as train
+from betternorm.lab.training import JUDGED_BY, Config, load_data, train, trained
 from betternorm.lab.trials import Progress, Runtime
 from betternorm.surgery import convert
 
