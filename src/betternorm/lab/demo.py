@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from betternorm.cli import UserError
 from betternorm.lab import engines, stats
-from betternorm.lab.experiments import suite
+from betternorm.lab.experiments import claims, findings
 from betternorm.lab.results import Figure, Outcome, Result, Series, Table, Verdict
 from betternorm.lab.store import DONE, Row, Store
 from betternorm.lab.training import Config
@@ -67,11 +67,11 @@ class Score:
     name: str
     label: str
     places: str
-    better: suite.Region
+    better: claims.Region
 
     def of(self, step: Step, rows: Rows) -> list[float]:
         name = f"test_{self.name}{'_tuned' if step.tuned else ''}"
-        return [suite.scaled(name, row[name]) for row in rows[step.config]]
+        return [findings.scaled(name, row[name]) for row in rows[step.config]]
 
     def summary(self, step: Step, rows: Rows) -> str:
         return f"{stats.summary(self.of(step, rows)):{self.places}}"
@@ -88,12 +88,12 @@ class Score:
     def compare(self, claim: str, before: Step, after: Step, rows: Rows) -> Verdict:
         found = stats.paired(self.of(after, rows), self.of(before, rows))
         evidence = f"{self.summary(after, rows)} against {self.summary(before, rows)}: difference {found:{self.places}}"
-        return suite.judge(claim, found.interval, self.better, f"{evidence}, P = {found.p:.2g}, paired t-test")
+        return claims.judge(claim, found.interval, self.better, f"{evidence}, P = {found.p:.2g}, paired t-test")
 
 
 Rows = Mapping[Config, Sequence[Row]]  # of each configuration, a row for every seed, in order
-ACCURACY = Score("top1", "accuracy, %", ".2f", suite.MORE)
-LOSS = Score("cross_entropy", "cross-entropy", ".4f", suite.LESS)
+ACCURACY = Score("top1", "accuracy, %", ".2f", claims.MORE)
+LOSS = Score("cross_entropy", "cross-entropy", ".4f", claims.LESS)
 
 
 def run_demo(
@@ -212,7 +212,7 @@ def _one_at_a_time(rows: Rows) -> Table:
 
 
 def _figures(rows: Rows) -> list[Figure]:
-    alphas = suite.alpha_figures(
+    alphas = findings.alpha_figures(
         "On validation data, by alpha",
         {"batch norm": rows[PLAIN], "ghosts of 4 and decay": rows[DECAYED]},
         within=0.3,
@@ -222,7 +222,7 @@ def _figures(rows: Rows) -> list[Figure]:
 
 
 def _ladder(metric: Score, rows: Rows) -> Figure:
-    points = suite.curve("mean and interval", {step.name: metric.of(step, rows) for step in LADDER})
+    points = findings.curve("mean and interval", {step.name: metric.of(step, rows) for step in LADDER})
     return Figure(f"Added one at a time: {metric.label}", "", metric.label, [points], kind="bar")
 
 

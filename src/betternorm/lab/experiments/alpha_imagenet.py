@@ -19,9 +19,9 @@ from torch import nn
 from betternorm.integrations.checkpoints import load_checkpoint
 from betternorm.integrations.models import load_model
 from betternorm.lab.data import Data, Loader, Split, load
-from betternorm.lab.experiments import suite
-from betternorm.lab.experiments.suite import Findings, Label, Runs
-from betternorm.lab.experiments.tasks import SMOKE
+from betternorm.lab.experiments import claims, findings, trained_networks
+from betternorm.lab.experiments.findings import Findings, FinishedRuns, Label
+from betternorm.lab.experiments.scales import SMOKE
 from betternorm.lab.results import Figure, Table, Verdict
 from betternorm.lab.training import JUDGED_BY, Config
 from betternorm.lab.trials import Progress, Runtime, Trial
@@ -66,7 +66,7 @@ class Curve(Trial):
         convert(network, "weighed")
         images = _all(data) if self.split == "all" else getattr(data, self.split)
         loader = Loader(data, images, 250, workers=runtime.workers)
-        found = suite.tuned(
+        found = trained_networks.tune_for_row(
             network,
             loader,
             grid=self.alphas,
@@ -85,10 +85,10 @@ class Curve(Trial):
 
     def _network(self, data: Data, folder: Path, runtime: Runtime) -> nn.Module:
         if self.source:
-            return suite.network_of(Config(**dict(self.source)), folder, runtime)
+            return trained_networks.network_of(Config(**dict(self.source)), folder, runtime)
         if self.weights == "timm":
             return _fetched(self.network)
-        return load_checkpoint(load_model(self.network), suite.data_file(self.weights, runtime)).eval()
+        return load_checkpoint(load_model(self.network), trained_networks.data_file(self.weights, runtime)).eval()
 
 
 def _pixels(settings: dict[str, Any]) -> dict[str, Any]:
@@ -154,21 +154,21 @@ def arms(scale: str) -> dict[Label, Trial]:
     }
 
 
-def conclude(runs: Runs) -> Findings:
+def conclude(runs: FinishedRuns) -> Findings:
     rows, verdicts = [], []
     for (name,), found in runs.items():
         for row in found:
             for metric, words in WORDS.items():
                 rows.append([name, words, *_gain_cells(row, metric), row[f"alpha_{metric}"], row["examples"]])
             verdicts += [
-                _gained(f"{name}: alpha lowers the cross-entropy", row, "cross_entropy", suite.LESS),
-                _gained(f"{name}: the alpha chosen for cross-entropy raises top-1 too", row, "top1", suite.MORE),
+                _gained(f"{name}: alpha lowers the cross-entropy", row, "cross_entropy", claims.LESS),
+                _gained(f"{name}: the alpha chosen for cross-entropy raises top-1 too", row, "top1", claims.MORE),
                 _past_best(name, row),
             ]
     arms = {name: found for (name,), found in runs.items()}
     figures: list[Figure] = [
-        *suite.alpha_figures("Trained networks, small alpha", arms, NARROW),
-        *suite.alpha_figures("Trained networks, all of alpha", arms),
+        *findings.alpha_figures("Trained networks, small alpha", arms, NARROW),
+        *findings.alpha_figures("Trained networks, all of alpha", arms),
     ]
     headers = [
         "network",
@@ -188,22 +188,22 @@ def conclude(runs: Runs) -> Findings:
 
 
 def _gain_cells(row: Any, metric: str) -> list[object]:
-    gain = {part: suite.scaled(metric, row[f"gain_{metric}"][part]) for part in ("before", "after", "low", "high")}
+    gain = {part: findings.scaled(metric, row[f"gain_{metric}"][part]) for part in ("before", "after", "low", "high")}
     interval = f"{gain['low']:+.3f} to {gain['high']:+.3f}"
     return [gain["before"], gain["after"], f"{gain['after'] - gain['before']:+.3f}", interval]
 
 
-def _gained(claim: str, row: Any, metric: str, claimed: suite.Region) -> Verdict:
+def _gained(claim: str, row: Any, metric: str, claimed: claims.Region) -> Verdict:
     gain = row[f"gain_{metric}"]
     before, after, change, interval = _gain_cells(row, metric)
     evidence = f"{before:.3f} to {after:.3f}, {change} ({interval}), {row['examples']} images"
-    return suite.judge(claim, (gain["low"], gain["high"]), claimed, evidence)
+    return claims.judge(claim, (gain["low"], gain["high"]), claimed, evidence)
 
 
 def _past_best(name: str, row: Any) -> Verdict:
     """Large alphas are far from training: the whole example is worse than none of it."""
     loss = {line["alpha"]: line["cross_entropy"] for line in row["alpha_table"]}
-    return suite.certain(
+    return claims.certain(
         f"{name}: with alpha = 1 the cross-entropy is worse than with 0",
         loss[1.0] > loss[0.0],
         f"{loss[0.0]:.3f} at 0, {loss[1.0]:.3f} at 1, on {row['examples']} images",

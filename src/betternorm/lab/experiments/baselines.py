@@ -15,9 +15,9 @@ from torch import nn
 
 from betternorm.alpha import weighed_layers
 from betternorm.lab.data import Data, Loader
-from betternorm.lab.experiments import suite
-from betternorm.lab.experiments.suite import Findings, Label, Runs
-from betternorm.lab.experiments.tasks import TASKS, at_batch_size, groups, with_norm, with_renorm
+from betternorm.lab.experiments import claims, findings, trained_networks
+from betternorm.lab.experiments.findings import Findings, FinishedRuns, Label
+from betternorm.lab.experiments.scales import TASKS, at_batch_size, groups, with_norm, with_renorm
 from betternorm.lab.results import Figure, Table
 from betternorm.lab.training import evaluate
 from betternorm.lab.trials import Progress, Trial
@@ -31,17 +31,19 @@ GROUP, SWITCHABLE = "group norm", "switchable norm"
 
 
 @dataclass(frozen=True, kw_only=True)
-class AlphaALayer(suite.OnTrained):
+class AlphaALayer(trained_networks.OnTrainedNetwork):
     """A trained network with one alpha a layer, fitted by gradient on validation data; nothing is trained."""
 
     kind: ClassVar[str] = "alpha-a-layer"
 
     def measure(self, network: nn.Module, data: Data, progress: Progress) -> dict[str, Any]:
         validation = Loader(data, data.validation, 250)
-        found = suite.tuned(network, validation, grid=self.alpha_grid or None, per_layer=True, progress=False)
+        found = trained_networks.tune_for_row(
+            network, validation, grid=self.alpha_grid or None, per_layer=True, progress=False
+        )
         for name, layer in weighed_layers(network).items():
             layer.alpha = found.per_layer.alphas[name]
-        (row,) = evaluate(network, suite.judged_on(data))
+        (row,) = evaluate(network, trained_networks.held_out(data))
         result = {f"test_{name}": value for name, value in row.items()}
         return result | {"alphas": found.per_layer.alphas, "kept": found.per_layer.kept}
 
@@ -65,40 +67,40 @@ def arms(scale: str) -> dict[Label, Trial]:
     return found
 
 
-def conclude(runs: Runs) -> Findings:
+def conclude(runs: FinishedRuns) -> Findings:
     (task,) = runs.names()
     sizes, methods = runs.names(2), runs.names(1)
     read = {(method, size): runs.values((task, method, size), "test_top1") for method in methods for size in sizes}
     read |= {(ONE, size): runs.values((task, BATCH, size), "test_top1_tuned") for size in sizes}
     methods.insert(1, ONE)
-    rows = [[method, *(suite.cell(read[method, size]) for size in sizes)] for method in methods]
+    rows = [[method, *(findings.cell(read[method, size]) for size in sizes)] for method in methods]
     training = [
-        [method, *(suite.cell(runs.values((task, method, size), "train_top1")) for size in sizes)]
+        [method, *(findings.cell(runs.values((task, method, size), "train_top1")) for size in sizes)]
         for method in methods
         if method not in (ONE, EACH)
     ]
-    series = [suite.curve(method, {size: read[method, size] for size in sorted(sizes)}) for method in methods]
+    series = [findings.curve(method, {size: read[method, size] for size in sorted(sizes)}) for method in methods]
     large, small = sizes[0], sizes[-1]
     verdicts = [
-        suite.compare(f"B = {large}: batch norm is better than Group Norm", read[BATCH, large], read[GROUP, large]),
-        suite.compare(f"B = {small}: Group Norm is better than batch norm", read[GROUP, small], read[BATCH, small]),
+        claims.compare(f"B = {large}: batch norm is better than Group Norm", read[BATCH, large], read[GROUP, large]),
+        claims.compare(f"B = {small}: Group Norm is better than batch norm", read[GROUP, small], read[BATCH, small]),
         *(
-            suite.compare(f"B = {small}: Group Norm is better than {other}", read[GROUP, small], read[other, small])
+            claims.compare(f"B = {small}: Group Norm is better than {other}", read[GROUP, small], read[other, small])
             for other in ("layer norm", "instance norm")
         ),
-        suite.compare(
+        claims.compare(
             f"B = {small}: batch renorm is better than batch norm", read["batch renorm", small], read[BATCH, small]
         ),
-        suite.compare(
+        claims.compare(
             f"B = {large}: switchable norm fits the training set more closely than Group Norm",
             runs.values((task, SWITCHABLE, large), "train_top1"),
             runs.values((task, GROUP, large), "train_top1"),
         ),
         *(
-            suite.compare(
+            claims.compare(
                 f"B = {size}: an alpha a layer does as well as one for all, within 1 point",
                 *runs.by_seed(((task, EACH, size), "test_top1"), ((task, BATCH, size), "test_top1_tuned")),
-                suite.within(1.0),
+                claims.within(1.0),
                 paired=True,
             )
             for size in sizes

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from betternorm.lab import experiments, models
+from betternorm.lab import models
 from betternorm.lab.data import DATASETS
-from betternorm.lab.experiments.tasks import steps
+from betternorm.lab.experiments import registry
+from betternorm.lab.experiments.scales import steps
 from betternorm.lab.training import Config
 from betternorm.lab.trials import Trial
 from betternorm.progress import track
@@ -59,7 +60,7 @@ def describe(
     rows, total = [], Cost(0, 0, 0)
     data: set[str] = set()
     for name in track(names, "timing steps", show=show):
-        own = [trial for arm in experiments.trials(name, scale, seeds).values() for trial in arm]
+        own = [trial for arm in registry.trials_of(name, scale, seeds).values() for trial in arm]
         new = [trial for trial in dict.fromkeys(own) if trial.key not in counted]
         counted |= {trial.key for trial in own}
         costs = [cost(trial) for trial in new]

@@ -7,9 +7,9 @@ examples make its statistics vary. Expect a gain of points with few images a cla
 
 from __future__ import annotations
 
-from betternorm.lab.experiments import suite
-from betternorm.lab.experiments.suite import Findings, Label, Runs
-from betternorm.lab.experiments.tasks import MOST_GROUPS, TASKS, at_batch_size, with_norm
+from betternorm.lab.experiments import claims, findings
+from betternorm.lab.experiments.findings import Findings, FinishedRuns, Label
+from betternorm.lab.experiments.scales import MOST_GROUPS, TASKS, at_batch_size, with_norm
 from betternorm.lab.results import Figure, Table
 from betternorm.lab.trials import Trial
 
@@ -31,9 +31,9 @@ def arms(scale: str) -> dict[Label, Trial]:
     }
 
 
-def conclude(runs: Runs) -> Findings:
+def conclude(runs: FinishedRuns) -> Findings:
     columns = ("validation_top1", "validation_top1_tuned", "test_top1", "test_top1_tuned", "train_top1")
-    rows = [[*label, *(suite.cell(runs.values(label, name)) for name in columns)] for label in runs]
+    rows = [[*label, *(findings.cell(runs.values(label, name)) for name in columns)] for label in runs]
     series, verdicts = [], []
     for task in runs.names():
         tuned = {}
@@ -41,23 +41,23 @@ def conclude(runs: Runs) -> Findings:
             by_groups = {
                 groups: runs.values((task, method, groups), "validation_top1_tuned") for groups in runs.names(2)
             }
-            series.append(suite.curve(f"{task}, {method}", by_groups))
-            found = suite.best(by_groups)
+            series.append(findings.curve(f"{task}, {method}", by_groups))
+            found = findings.best(by_groups)
             tuned[method] = runs.values((task, method, found), "test_top1_tuned") if found else []
         group, both = (tuned[method] for method in METHODS.values())
         verdicts.append(
-            suite.compare(
+            claims.compare(
                 f"{task}: batch group norm is better than Group Norm at B = {BATCH} (test top-1)", both, group
             )
         )
     for label in runs:
         verdicts.append(
-            suite.gain(
+            claims.gain(
                 f"{label[0]}: alpha lowers test cross-entropy, {label[1]} with {label[2]} groups",
                 runs,
                 label,
                 "test_cross_entropy",
-                suite.LESS,
+                claims.LESS,
             )
         )
     headers = [

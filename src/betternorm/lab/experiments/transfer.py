@@ -12,9 +12,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from betternorm.lab.experiments import combined, suite
-from betternorm.lab.experiments.suite import Findings, Label, Runs
-from betternorm.lab.experiments.tasks import CALTECH101, CALTECH256, SMALL, SMOKE, at_batch_size
+from betternorm.lab.experiments import combined, trained_networks
+from betternorm.lab.experiments.findings import Findings, FinishedRuns, Label
+from betternorm.lab.experiments.scales import CALTECH101, CALTECH256, SMALL, SMOKE, at_batch_size
 from betternorm.lab.training import Config
 from betternorm.lab.trials import Progress, Runtime, Trial
 
@@ -68,9 +68,9 @@ class FineTuned(Config):
 
     def run(self, folder: Path, runtime: Runtime, progress: Progress) -> dict[str, Any]:
         if self.source:
-            weights = suite.network_file(Config(**dict(self.source)), folder, runtime)
+            weights = trained_networks.network_file(Config(**dict(self.source)), folder, runtime)
         else:
-            weights = suite.data_file(str(self.finetune_from), runtime)
+            weights = trained_networks.data_file(str(self.finetune_from), runtime)
         own = {item.name: getattr(self, item.name) for item in fields(Config)}
         return Config(**own | {"finetune_from": str(weights.resolve())}).run(folder, runtime, progress)
 
@@ -86,5 +86,5 @@ def arms(scale: str) -> dict[Label, Trial]:
     }
 
 
-def conclude(runs: Runs) -> Findings:
+def conclude(runs: FinishedRuns) -> Findings:
     return combined.across_batch_sizes(runs, "Fine-tuning, across batch sizes")

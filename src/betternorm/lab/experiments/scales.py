@@ -13,6 +13,14 @@ from dataclasses import replace
 from betternorm.lab.data import DATASETS, training_images
 from betternorm.lab.training import Config
 
+SCALES = {  # what a page has to say about them
+    "smoke": "Smoke scale: a second or two of training on scikit-learn's digits. It shows that all runs, no more.",
+    "small": "Small scale: small images, small residual networks and short trainings on a CPU. What it shows is the "
+    "direction of an effect, not its size on the paper's data; the settings are at the end.",
+    "paper": "Paper scale: the paper's data, networks and batch sizes. It gives no learning rates or training lengths.",
+}
+SEEDS = {"smoke": 2, "small": 5, "paper": 3}  # of every arm, where an experiment does not say otherwise
+
 # Denser near 0, where the best alpha of a batch norm network lies, and near 1, where that of a group norm network does.
 ALPHAS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 1.0)
 
