@@ -10,7 +10,8 @@ from typing import Any
 
 from betternorm.cli import FINDING, OK, UserError
 from betternorm.commands import run_options
-from betternorm.lab.experiments import plan, registry, runner, saved_rows, scales
+from betternorm.lab.experiments import plan, registry, runner, saved_rows
+from betternorm.lab.experiments.scales import SCALES
 from betternorm.lab.results import Result
 from betternorm.lab.store import FAILED, Store
 from betternorm.lab.trials import process_rank
@@ -34,7 +35,7 @@ A command that was stopped goes on when it is given again; a trial that is finis
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     parser.add_argument("names", nargs="+", metavar="NAME", help="experiments, or all")
-    parser.add_argument("--scale", choices=scales.SCALES, default="smoke", help="how large (smoke)")
+    parser.add_argument("--scale", choices=SCALES, default="smoke", help="how large (smoke)")
     parser.add_argument("--seeds", type=int, help="runs of every arm (each experiment's own number)")
     parser.add_argument("--plan", action="store_true", help="say what it would take, and run nothing")
     parser.add_argument("--output", "--folder", dest="folder", help="folder of the store (reproduction-SCALE)")

@@ -11,6 +11,7 @@ from betternorm.cli import UserError
 from betternorm.commands import report
 from betternorm.lab import models
 from betternorm.lab.experiments import findings, registry, runner, saved_rows, scales, trained_networks
+from betternorm.lab.results import Outcome
 from betternorm.lab.store import Store, export
 from betternorm.lab.training import Config
 
@@ -35,7 +36,7 @@ def test_every_experiment_says_so_where_nothing_has_been_run(name, scale, tmp_pa
     assert found.rows == []
     assert "have not been run yet" in found.notes
     assert f"betternorm reproduce {name} --scale {scale}" in found.notes
-    assert {verdict.outcome for verdict in found.verdicts} <= {UNDECIDED}
+    assert {verdict.outcome for verdict in found.verdicts} <= {Outcome.UNDECIDED}
     assert registry.module(name).__doc__.count("paper") >= 1
 
 

@@ -22,6 +22,7 @@ from betternorm.lab.data import Data, Loader, Split, load
 from betternorm.lab.experiments import claims, findings, trained_networks
 from betternorm.lab.experiments.findings import Findings, FinishedRuns, Label
 from betternorm.lab.experiments.scales import SMOKE
+from betternorm.lab.models import CIFAR_RESNETS, CifarResNet
 from betternorm.lab.results import Figure, Table, Verdict
 from betternorm.lab.training import JUDGED_BY, Config
 from betternorm.lab.trials import Progress, Runtime, Trial
@@ -40,7 +41,7 @@ class Curve(Trial):
     """All metrics of a trained network by alpha. Which alpha is best is chosen on four fifths and judged on the fifth.
 
     Args:
-        network: as :func:`betternorm.integrations.models.load_model` takes it.
+        network: a name in :data:`CIFAR_RESNETS`, or what :func:`betternorm.integrations.models.load_model` takes.
         weights: a file, as it stands or in the folder of the datasets; "timm" are those that timm fetches.
         source: instead of both, the fields of a training whose network is taken.
         dataset, split, limit: the images, the first so many of them; split "all" is every one.
@@ -88,7 +89,11 @@ class Curve(Trial):
             return trained_networks.network_of(Config(**dict(self.source)), folder, runtime)
         if self.weights == "timm":
             return _fetched(self.network)
-        return load_checkpoint(load_model(self.network), trained_networks.data_file(self.weights, runtime)).eval()
+        if self.network in CIFAR_RESNETS:
+            network: nn.Module = CifarResNet(CIFAR_RESNETS[self.network], data.num_classes)
+        else:
+            network = load_model(self.network)
+        return load_checkpoint(network, trained_networks.data_file(self.weights, runtime)).eval()
 
 
 def _pixels(settings: dict[str, Any]) -> dict[str, Any]:
@@ -137,12 +142,12 @@ def arms(scale: str) -> dict[Label, Trial]:
     if scale == "small":
         return {
             (f"ResNet-{depth}",): Curve(
-                network=f"benchmarks/cifar_resnets.py:resnet{depth}",
+                network=f"cifar100_resnet{depth}",
                 weights=f"cifar100_resnets/resnet{depth}_cifar100.pth",
                 dataset="cifar100",
                 split="test",
             )
-            for depth in (8, 14, 20, 26, 32)
+            for depth in CIFAR_RESNETS.values()
         }
     networks = {
         "ResNet-152": ("timm:resnet152.tv_in1k", 224),

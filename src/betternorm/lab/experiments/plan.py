@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from betternorm.integrations.models import load_model
 from betternorm.lab import models
 from betternorm.lab.data import DATASETS
 from betternorm.lab.experiments import registry
@@ -131,7 +132,7 @@ def image_cost(
 
         def build() -> torch.nn.Module:
             if ".py:" in name:
-                return models.load_model(name)
+                return load_model(name)
             return models.build(
                 name, CLASSES, in_channels=facts.channels, width=width, blocks=blocks, stem_stride=stem_stride
             )

@@ -59,7 +59,7 @@ def markdown(result: Result, name: str) -> str:
         parts.append(f"The same as [CSV]({name}/table-{number}.csv).")
     parts += ["## Provenance", f"```sh\n{result.command}\n```"]
     if result.rows:
-        same, _ = provenance.provenance(result.rows)
+        same, _ = provenance.settings_of(result.rows)
         parts.append(f"Every trial, with its settings and all it measured: [rows]({name}/rows.csv).")
         if same:
             parts += ["The same for all trials:", _markdown_table(["setting", "value"], same.items())]

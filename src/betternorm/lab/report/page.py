@@ -151,12 +151,12 @@ def _slides(figure: Figure) -> bool:
 
 def _panel(name: str, number: int, figures: Sequence[Figure], data: dict[str, Any]) -> str:
     panel = f"{name}-panel-{number}"
-    charts = [f"{panel}-chart-{place}" for place in range(1, len(figures) + 1)]
-    data["charts"] |= {chart: _chart_data(figure) for chart, figure in zip(charts, figures, strict=True)}
-    drawn = "\n".join(map(_figure, charts, figures))
+    chart_names = [f"{panel}-chart-{place}" for place in range(1, len(figures) + 1)]
+    data["charts"] |= {chart: _chart_data(figure) for chart, figure in zip(chart_names, figures, strict=True)}
+    drawn = "\n".join(map(_figure, chart_names, figures))
     if not _slides(figures[0]):
         return drawn
-    data["panels"][panel] = {"positions": charts.positions(figures), "charts": charts}
+    data["panels"][panel] = {"positions": charts.positions(figures), "charts": chart_names}
     return f'<div class="panel" id="{panel}">\n{_slider(panel, figures)}\n<div class="charts">{drawn}</div>\n</div>'
 
 
@@ -258,7 +258,7 @@ def _cells(tag: str, texts: Iterable[str], right: Iterable[bool]) -> str:
 def _provenance(result: Result) -> str:
     parts = [f"<p>The command:</p><pre><code>{escape(result.command)}</code></pre>"]
     if result.rows:
-        same, trials = provenance.provenance(result.rows)
+        same, trials = provenance.settings_of(result.rows)
         items = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in same.items())
         parts += [f"<p>The same for all trials:</p><dl>{items}</dl>"] if same else []
         parts.append(_table(trials))

@@ -13,7 +13,7 @@ from betternorm.progress import clock
 from betternorm.tables import shown
 
 
-def provenance(rows: Sequence[Row]) -> tuple[dict[str, str], Table]:
+def settings_of(rows: Sequence[Row]) -> tuple[dict[str, str], Table]:
     """Where the numbers came from: what is the same for all trials, and a row for each with what is not.
 
     Configuration, seed, versions, commit, machine, duration and command are told for every trial, and its numbers.
