@@ -57,13 +57,13 @@ def run(arguments: argparse.Namespace) -> int:
     done = [row for row in rows if row.status == DONE]
     failed = [row for row in rows if row.status != DONE]
     if failed and len(rows) == 1:
-        raise UserError(failed[0].error if arguments.debug else failed[0].error.splitlines()[0])
+        raise UserError(failed[0].error if arguments.debug else failed[0].reason)
     if arguments.json:
         print(json.dumps([row.flat() for row in rows], indent=2))
     else:
         show(report(done))
         for row in failed:
-            print(f"seed {row['seed']} failed: {row.error.splitlines()[0]}")
+            print(f"seed {row['seed']} failed: {row.reason}")
     return FINDING if failed else OK
 
 

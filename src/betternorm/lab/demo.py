@@ -114,7 +114,7 @@ def run_demo(
     )
     failed = [row for row in rows if row.status != DONE]
     if failed:
-        raise UserError(f"{len(failed)} of {len(rows)} trials failed; the first: {failed[0].error.splitlines()[0]}")
+        raise UserError(f"{len(failed)} of {len(rows)} trials failed; the first: {failed[0].reason}")
     return _result({config: rows[place :: len(_configs())] for place, config in enumerate(_configs())})
 
 

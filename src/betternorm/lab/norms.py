@@ -6,6 +6,7 @@ Each has a function that swaps the batch norm layers of a new network, for ``nor
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,8 @@ class GroupNormBase(GroupedBatchNorm):
         num_groups: of channels; more than there are means one channel a group.
     """
 
+    momentum: float
+
     def __init__(self, num_features: int, num_groups: int = 8) -> None:
         super().__init__(num_features, channels_in_group(num_groups, num_features), 1, alpha=1.0)
 
@@ -30,6 +33,8 @@ class NoisyGroupNorm(GroupNormBase):
 
     How much they differ is a moving average, so the noise does not depend on the batch at hand.
     """
+
+    spread: Tensor
 
     def __init__(self, num_features: int, num_groups: int = 8, strength: float = 0.25) -> None:
         super().__init__(num_features, num_groups)
@@ -83,7 +88,7 @@ class ChangingGroupNorm(GroupNormBase):
         self.channels_per_group = channels_in_group(groups, self.num_features)
         return super()._normalise_batch(input)
 
-    def _load_from_state_dict(self, *arguments: object) -> None:
+    def _load_from_state_dict(self, *arguments: Any) -> None:
         super()._load_from_state_dict(*arguments)
         if int(self.num_batches_tracked) >= self.steps:
             self.channels_per_group = channels_in_group(self.last, self.num_features)
@@ -109,6 +114,11 @@ class SwitchableNorm(nn.BatchNorm2d):
     Means and variances have weights of their own, a softmax over three numbers a layer. At inference the batch's part
     comes from moving averages.
     """
+
+    momentum: float
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
 
     def __init__(self, num_features: int) -> None:
         super().__init__(num_features)
@@ -136,11 +146,11 @@ class SwitchableNorm(nn.BatchNorm2d):
         return torch.addcmul(self.bias.view(-1, 1, 1), normal, self.weight.view(-1, 1, 1))
 
 
-def noisy_group(model: nn.Module, **options: float) -> nn.Module:
+def noisy_group(model: nn.Module, **options: Any) -> nn.Module:
     return _swap(model, lambda channels: NoisyGroupNorm(channels, **options))
 
 
-def random_group(model: nn.Module, **options: float) -> nn.Module:
+def random_group(model: nn.Module, **options: Any) -> nn.Module:
     return _swap(model, lambda channels: RandomGroupNorm(channels, **options))
 
 

@@ -149,7 +149,7 @@ def run_trial(
         store.start(trial.key, trial.kind, trial.config)
         outcome = perform(trial, store.trial_folder(trial.key), runtime, progress)
         store.finish(trial.key, trial.kind, trial.config, **outcome)
-    return store.get(trial.key)
+    return store[trial.key]
 
 
 def process_rank() -> int:

@@ -14,10 +14,10 @@ def test_values_come_in_per_cent_where_they_are_shares_and_alphas_as_they_are():
     runs = findings.FinishedRuns(
         "smoke", {("a",): [row(test_top1=0.5, test_cross_entropy=1.5, alpha_top1=0.2)], ("b",): []}
     )
-    assert runs.values(("a",), "test_top1") == [50.0]
-    assert runs.values(("a",), "test_cross_entropy") == [1.5]
-    assert runs.values(("a",), "alpha_top1") == [0.2]
-    assert runs.values(("b",), "test_top1") == []
+    assert runs.numbers(("a",), "test_top1") == [50.0]
+    assert runs.numbers(("a",), "test_cross_entropy") == [1.5]
+    assert runs.numbers(("a",), "alpha_top1") == [0.2]
+    assert runs.numbers(("b",), "test_top1") == []
     assert runs.names() == ["a", "b"]
 
 

@@ -107,6 +107,6 @@ def _measured(facts: Facts, train: Split) -> Facts:
     """Mean and deviation of the training images, where the dataset's are not known."""
     if facts.mean is not None:
         return facts
-    pixels = train.images[: 1 << 14].double().transpose(0, 1).flatten(1) / 255
+    pixels = train.pixels[: 1 << 14].double().transpose(0, 1).flatten(1) / 255
     deviation = [max(value, 1e-3) for value in pixels.std(1).tolist()]
     return replace(facts, mean=tuple(pixels.mean(1).tolist()), std=tuple(deviation))

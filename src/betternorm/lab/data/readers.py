@@ -74,13 +74,13 @@ def _npz(path: Path) -> tuple[int, dict[str, Split], int]:
     if not splits:
         raise UserError(f"{path} has {sorted(arrays)}; it needs train_images and train_labels")
     known = len(arrays["classes"]) if "classes" in arrays else 0
-    return next(iter(splits.values())).images.shape[-1], splits, known
+    return next(iter(splits.values())).pixels.shape[-1], splits, known
 
 
 def _own_npz(path: Path) -> tuple[Facts, dict[str, Split]]:
     size, splits, classes = _npz(path)
     classes = classes or max(int(split.labels.max()) for split in splits.values()) + 1
-    channels = next(iter(splits.values())).images.shape[1]
+    channels = next(iter(splits.values())).pixels.shape[1]
     _need_two_classes(path, classes)
     return Facts(str(path), classes, size, str(path), None, None, channels), own_split(splits)
 

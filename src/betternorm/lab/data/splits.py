@@ -78,6 +78,13 @@ class Split:
     def __len__(self) -> int:
         return len(self.labels)
 
+    @property
+    def pixels(self) -> Tensor:
+        """The images of a split that is in memory."""
+        if self.images is None:
+            raise TypeError("the images of this split are not in memory")
+        return self.images
+
     def take(self, rows: Tensor | Sequence[int] | np.ndarray) -> Split:
         rows = torch.as_tensor(rows, dtype=torch.int64)
         if self.images is not None:

@@ -27,8 +27,8 @@ def conclude(runs: FinishedRuns) -> Findings:
         for size in sizes:
             for metric, words in METRICS.items():
                 label, tuned = (task, size), f"{metric}_tuned"
-                before, after = runs.values(label, metric), runs.values(label, tuned)
-                gains, alphas = runs.pairs(label, tuned, metric), runs.values(label, metric.replace("test", "alpha"))
+                before, after = runs.numbers(label, metric), runs.numbers(label, tuned)
+                gains, alphas = runs.pairs(label, tuned, metric), runs.numbers(label, metric.replace("test", "alpha"))
                 rows.append([task, size, words, *map(findings.cell, (before, after, gains, alphas))])
         curves = {f"ghosts of {size}": runs[task, size] for size in sizes}
         figures += findings.alpha_figures(f"{task}, alpha by ghost size", curves)
@@ -39,13 +39,15 @@ def conclude(runs: FinishedRuns) -> Findings:
 
 def _verdicts(runs: FinishedRuns, task: str, sizes: list[int]) -> list[Verdict]:
     whole, smallest = (task, sizes[0]), (task, sizes[-1])
-    top1 = [runs.pairs(label, "test_top1_tuned", "test_top1") for label in (smallest, whole)]
-    loss = [runs.pairs(label, "test_cross_entropy_tuned", "test_cross_entropy") for label in (smallest, whole)]
-    alphas = [runs.values(label, "alpha_cross_entropy") for label in (smallest, whole)]
+    top1, top1_whole = (runs.pairs(label, "test_top1_tuned", "test_top1") for label in (smallest, whole))
+    loss, loss_whole = (
+        runs.pairs(label, "test_cross_entropy_tuned", "test_cross_entropy") for label in (smallest, whole)
+    )
+    alphas, alphas_whole = (runs.numbers(label, "alpha_cross_entropy") for label in (smallest, whole))
     named = f"with ghosts of {sizes[-1]} than with batch norm"
     return [
         claims.gain(f"{task}: alpha raises test top-1 with ghosts of {sizes[-1]}", runs, smallest, "test_top1"),
-        claims.compare(f"{task}: alpha gains more test top-1 {named}", *top1),
-        claims.compare(f"{task}: alpha lowers test cross-entropy more {named}", *loss, claims.LESS),
-        claims.compare(f"{task}: the best alpha for cross-entropy is larger {named}", *alphas),
+        claims.compare(f"{task}: alpha gains more test top-1 {named}", top1, top1_whole),
+        claims.compare(f"{task}: alpha lowers test cross-entropy more {named}", loss, loss_whole, claims.LESS),
+        claims.compare(f"{task}: the best alpha for cross-entropy is larger {named}", alphas, alphas_whole),
     ]

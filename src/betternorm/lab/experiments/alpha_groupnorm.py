@@ -32,7 +32,7 @@ def conclude(runs: FinishedRuns) -> Findings:
     for task in runs.names():
         for metric, words in METRICS.items():
             names = (metric, f"{metric}_tuned", metric.replace("test", "alpha"))
-            rows.append([task, words, *(findings.cell(runs.values((task,), name)) for name in names)])
+            rows.append([task, words, *(findings.cell(runs.numbers((task,), name)) for name in names)])
         verdicts += [
             claims.gain(
                 f"{task}: alpha below 1 lowers the cross-entropy of a Group Norm network",
@@ -44,8 +44,8 @@ def conclude(runs: FinishedRuns) -> Findings:
             claims.gain(f"{task}: the same alpha costs no top-1", runs, (task,), "test_top1", claims.Region(low=-0.5)),
             claims.compare(
                 f"{task}: the best alpha for cross-entropy lies below 1",
-                runs.values((task,), "alpha_cross_entropy"),
-                runs.values((task,), "alpha_as_trained"),
+                runs.numbers((task,), "alpha_cross_entropy"),
+                runs.numbers((task,), "alpha_as_trained"),
                 claims.LESS,
                 paired=True,
             ),

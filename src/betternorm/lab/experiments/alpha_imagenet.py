@@ -8,10 +8,10 @@ any trained network. At small scale: five residual networks that others trained 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -52,7 +52,7 @@ class Curve(Trial):
 
     network: str = ""
     weights: str = ""
-    source: tuple[tuple[str, Any], ...] = ()
+    source: Mapping[str, Any] | tuple[tuple[str, Any], ...] = ()
     dataset: str = "imagenet"
     image_size: int | None = None
     split: str = "validation"
@@ -63,7 +63,7 @@ class Curve(Trial):
         data = load(self.dataset, runtime.data_root, image_size=self.image_size, download=runtime.download)
         network = self._network(data, folder, runtime)
         if hasattr(network, "pretrained_cfg"):  # of timm: each has the mean and deviation it was trained with
-            data = replace(data, facts=replace(data.facts, **_pixels(network.pretrained_cfg)))
+            data = replace(data, facts=replace(data.facts, **_pixels(cast(dict[str, Any], network.pretrained_cfg))))
         convert(network, "weighed")
         images = _all(data) if self.split == "all" else getattr(data, self.split)
         loader = Loader(data, images, 250, workers=runtime.workers)
@@ -93,7 +93,8 @@ class Curve(Trial):
             network: nn.Module = CifarResNet(CIFAR_RESNETS[self.network], data.num_classes)
         else:
             network = load_model(self.network)
-        return load_checkpoint(network, trained_networks.data_file(self.weights, runtime)).eval()
+        network = load_checkpoint(network, trained_networks.data_file(self.weights, runtime))
+        return network.eval()
 
 
 def _pixels(settings: dict[str, Any]) -> dict[str, Any]:
@@ -107,7 +108,8 @@ def _fetched(network: str) -> nn.Module:
     ready()
     import timm
 
-    return timm.create_model(network.removeprefix("timm:"), pretrained=True).eval()
+    model: nn.Module = timm.create_model(network.removeprefix("timm:"), pretrained=True)
+    return model.eval()
 
 
 def _all(data: Data) -> Split:
@@ -115,8 +117,8 @@ def _all(data: Data) -> Split:
     parts = [part for part in (data.train, data.validation, data.test) if part is not None]
     labels = torch.cat([part.labels for part in parts])
     if parts[0].images is not None:
-        return Split(labels, torch.cat([part.images for part in parts]))
-    return Split(labels, source=parts[0].source, rows=torch.cat([part.rows for part in parts]))
+        return Split(labels, torch.cat([part.pixels for part in parts]))
+    return Split(labels, source=parts[0].source, rows=torch.cat([part.rows for part in parts if part.rows is not None]))
 
 
 def own_arms(networks: Sequence[str], images: str, image_size: int | None) -> dict[Label, Trial]:

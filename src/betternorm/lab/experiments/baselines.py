@@ -18,7 +18,7 @@ from betternorm.lab.data import Data, Loader
 from betternorm.lab.experiments import claims, findings, trained_networks
 from betternorm.lab.experiments.findings import Findings, FinishedRuns, Label
 from betternorm.lab.experiments.scales import TASKS, at_batch_size, groups, with_norm, with_renorm
-from betternorm.lab.results import Figure, Table
+from betternorm.lab.results import Figure, Table, Verdict
 from betternorm.lab.training import evaluate
 from betternorm.lab.trials import Progress, Trial
 
@@ -41,11 +41,13 @@ class AlphaALayer(trained_networks.OnTrainedNetwork):
         found = trained_networks.tune_for_row(
             network, validation, grid=self.alpha_grid or None, per_layer=True, progress=False
         )
+        per_layer = found.per_layer
+        assert per_layer is not None  # it was asked for
         for name, layer in weighed_layers(network).items():
-            layer.alpha = found.per_layer.alphas[name]
+            layer.alpha = per_layer.alphas[name]
         (row,) = evaluate(network, trained_networks.held_out(data))
         result = {f"test_{name}": value for name, value in row.items()}
-        return result | {"alphas": found.per_layer.alphas, "kept": found.per_layer.kept}
+        return result | {"alphas": per_layer.alphas, "kept": per_layer.kept}
 
 
 def arms(scale: str) -> dict[Label, Trial]:
@@ -70,12 +72,12 @@ def arms(scale: str) -> dict[Label, Trial]:
 def conclude(runs: FinishedRuns) -> Findings:
     (task,) = runs.names()
     sizes, methods = runs.names(2), runs.names(1)
-    read = {(method, size): runs.values((task, method, size), "test_top1") for method in methods for size in sizes}
-    read |= {(ONE, size): runs.values((task, BATCH, size), "test_top1_tuned") for size in sizes}
+    read = {(method, size): runs.numbers((task, method, size), "test_top1") for method in methods for size in sizes}
+    read |= {(ONE, size): runs.numbers((task, BATCH, size), "test_top1_tuned") for size in sizes}
     methods.insert(1, ONE)
     rows = [[method, *(findings.cell(read[method, size]) for size in sizes)] for method in methods]
     training = [
-        [method, *(findings.cell(runs.values((task, method, size), "train_top1")) for size in sizes)]
+        [method, *(findings.cell(runs.numbers((task, method, size), "train_top1")) for size in sizes)]
         for method in methods
         if method not in (ONE, EACH)
     ]
@@ -93,20 +95,18 @@ def conclude(runs: FinishedRuns) -> Findings:
         ),
         claims.compare(
             f"B = {large}: switchable norm fits the training set more closely than Group Norm",
-            runs.values((task, SWITCHABLE, large), "train_top1"),
-            runs.values((task, GROUP, large), "train_top1"),
+            runs.numbers((task, SWITCHABLE, large), "train_top1"),
+            runs.numbers((task, GROUP, large), "train_top1"),
         ),
-        *(
-            claims.compare(
-                f"B = {size}: an alpha a layer does as well as one for all, within 1 point",
-                *runs.by_seed(((task, EACH, size), "test_top1"), ((task, BATCH, size), "test_top1_tuned")),
-                claims.within(1.0),
-                paired=True,
-            )
-            for size in sizes
-        ),
+        *(_alpha_per_layer(runs, task, size) for size in sizes),
     ]
     headers = ["method", *(f"B = {size}" for size in sizes)]
     tables = [Table("Test top-1, %", headers, rows), Table("Training top-1, %", headers, training)]
     figure = Figure("Norms by batch size", "batch size", "test top-1, %", series, log_x=True)
     return Findings(tables, [figure], verdicts, "All as trained, but where alpha is named.")
+
+
+def _alpha_per_layer(runs: FinishedRuns, task: str, size: int) -> Verdict:
+    each, one = runs.by_seed(((task, EACH, size), "test_top1"), ((task, BATCH, size), "test_top1_tuned"))
+    claim = f"B = {size}: an alpha a layer does as well as one for all, within 1 point"
+    return claims.compare(claim, each, one, claims.within(1.0), paired=True)

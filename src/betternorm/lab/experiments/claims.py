@@ -65,7 +65,7 @@ def compare(
 
 def gain(claim: str, runs: FinishedRuns, label: Label, metric: str, claimed: Region = MORE) -> Verdict:
     """A verdict on what tuning alpha did to a metric in the same networks."""
-    return compare(claim, runs.values(label, f"{metric}_tuned"), runs.values(label, metric), claimed, paired=True)
+    return compare(claim, runs.numbers(label, f"{metric}_tuned"), runs.numbers(label, metric), claimed, paired=True)
 
 
 def certain(claim: str, holds: bool, evidence: str) -> Verdict:

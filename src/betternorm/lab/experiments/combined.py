@@ -67,16 +67,16 @@ def across_batch_sizes(runs: FinishedRuns, title: str) -> Findings:
     for task in runs.names():
         labels = [label for label in runs if label[0] == task]
         whole = max(size for _, method, size in labels if method == BATCH)
-        ideal = runs.values((task, BATCH, whole), "test_top1")
+        ideal = runs.numbers((task, BATCH, whole), "test_top1")
         rows += [
-            [*label, *(findings.cell(runs.values(label, f"test_top1{tail}")) for tail in ("", "_tuned"))]
+            [*label, *(findings.cell(runs.numbers(label, f"test_top1{tail}")) for tail in ("", "_tuned"))]
             for label in labels
         ]
         sizes = {
             method: sorted(size for _, one, size in labels if one == method) for method in runs.names(1, first=task)
         }
         series = [
-            findings.curve(method, {size: runs.values((task, method, size), _read(method)) for size in of_method})
+            findings.curve(method, {size: runs.numbers((task, method, size), _read(method)) for size in of_method})
             for method, of_method in sizes.items()
         ]
         levels = {f"idealised batch norm ({whole})": findings.mean(ideal)} if ideal else {}
@@ -84,8 +84,8 @@ def across_batch_sizes(runs: FinishedRuns, title: str) -> Findings:
             Figure(f"{task}: {title.lower()}", "batch size", "test top-1, %", series, log_x=True, levels=levels)
         )
         for size in sizes[OURS]:
-            ours = runs.values((task, OURS, size), _read(OURS))
-            group = runs.values((task, GROUP, size), _read(GROUP))
+            ours = runs.numbers((task, OURS, size), _read(OURS))
+            group = runs.numbers((task, GROUP, size), _read(GROUP))
             verdicts.append(claims.compare(f"{task}, B = {size}: all four improve on Group Norm", ours, group))
             verdicts.append(
                 claims.compare(f"{task}, B = {size}: all four improve on idealised batch norm", ours, ideal)

@@ -46,14 +46,14 @@ class FinishedRuns(Mapping[Label, list[Row]]):
         """
         return list(dict.fromkeys(label[place] for label in self if first is None or label[0] == first))
 
-    def values(self, label: Label, name: str) -> list[float]:
+    def numbers(self, label: Label, name: str) -> list[float]:
         """A number of every run of an arm; shares come in per cent."""
         return [scaled(name, row[name]) for row in self._rows.get(label, [])]
 
     def by_seed(self, *readings: tuple[Label, str]) -> list[list[float]]:
         """Numbers of several arms, seed by seed, for the seeds that all of them have run."""
         found = [
-            dict(zip((row["seed"] for row in self[label]), self.values(label, name), strict=True))
+            dict(zip((row["seed"] for row in self[label]), self.numbers(label, name), strict=True))
             for label, name in readings
         ]
         seeds = sorted(set.intersection(*map(set, found)))
@@ -61,7 +61,7 @@ class FinishedRuns(Mapping[Label, list[Row]]):
 
     def pairs(self, label: Label, first: str, second: str) -> list[float]:
         """First less second, run by run."""
-        return [a - b for a, b in zip(self.values(label, first), self.values(label, second), strict=True)]
+        return [a - b for a, b in zip(self.numbers(label, first), self.numbers(label, second), strict=True)]
 
 
 def scaled(name: str, value: float) -> float:
@@ -114,4 +114,4 @@ def alpha_figures(title: str, arms: Mapping[str, Sequence[Row]], within: float =
 def best(points: Mapping[Any, Sequence[float]], higher: bool = True) -> Any:
     """Where the mean is best, of the points that have been run; None where none has."""
     means = {x: stats.summary(values).mean for x, values in points.items() if len(values)}
-    return (max if higher else min)(means, key=means.get) if means else None
+    return (max if higher else min)(means, key=lambda x: means[x]) if means else None

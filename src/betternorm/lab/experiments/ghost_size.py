@@ -13,7 +13,6 @@ from betternorm.lab.experiments.findings import Findings, FinishedRuns, Label
 from betternorm.lab.experiments.scales import FLOWERS102, TASKS, with_norm
 from betternorm.lab.results import Figure, Outcome, Table, Verdict
 from betternorm.lab.training import Config
-from betternorm.lab.trials import Trial
 
 TITLE = "Accuracy against ghost size"
 PLACE = "Figure 3, section 3.2"
@@ -21,9 +20,9 @@ PLACE = "Figure 3, section 3.2"
 SIZES = {"smoke": (16, 4), "small": (16, 8, 4, 2), "paper": (64, 32, 16, 8, 4, 2)}
 
 
-def arms(scale: str) -> dict[Label, Trial]:
+def arms(scale: str) -> dict[Label, Config]:
     """Every ghost size on every dataset; the largest is the whole batch, which is batch norm."""
-    found: dict[Label, Trial] = {}
+    found: dict[Label, Config] = {}
     tasks = TASKS[scale] | ({"Flowers-102": FLOWERS102} if scale == "small" else {})
     for task, config in tasks.items():
         for size in sizes(scale, config):
@@ -43,8 +42,8 @@ def conclude(runs: FinishedRuns) -> Findings:
             label = (task, size)
             named = f"{size} (batch norm)" if size == by_size[0] else str(size)
             columns = ("validation_top1", "test_top1", "train_top1")
-            rows.append([task, named, *(findings.cell(runs.values(label, column)) for column in columns)])
-        points = {size: runs.values((task, size), "validation_top1") for size in by_size}
+            rows.append([task, named, *(findings.cell(runs.numbers(label, column)) for column in columns)])
+        points = {size: runs.numbers((task, size), "validation_top1") for size in by_size}
         series.append(findings.curve(task, points))
         verdicts += _verdicts(runs, task, points)
     headers = ["data", "ghost size", "validation top-1, %", "test top-1, %", "training top-1, %"]
@@ -58,7 +57,7 @@ def _verdicts(runs: FinishedRuns, task: str, points: dict[int, list[float]]) -> 
     found = findings.best(points)
     if found is None:
         return [Verdict(f"{task}: some ghost size improves on batch norm", Outcome.UNDECIDED, "nothing has been run")]
-    test = {size: runs.values((task, size), "test_top1") for size in points}
+    test = {size: runs.numbers((task, size), "test_top1") for size in points}
     better = claims.compare(
         f"{task}: ghosts of {found}, the best on validation data, improve on batch norm (test top-1)",
         test[found],
@@ -69,8 +68,8 @@ def _verdicts(runs: FinishedRuns, task: str, points: dict[int, list[float]]) -> 
     )
     regularised = claims.compare(
         f"{task}: ghosts regularise: training top-1 is lower with ghosts of {smallest} than with batch norm",
-        runs.values((task, smallest), "train_top1"),
-        runs.values((task, whole), "train_top1"),
+        runs.numbers((task, smallest), "train_top1"),
+        runs.numbers((task, whole), "train_top1"),
         claims.LESS,
     )
     unimodal = claims.together(f"{task}: the effect of the size is unimodal, best in between", [better, worse])

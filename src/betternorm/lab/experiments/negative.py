@@ -51,7 +51,7 @@ class Recalibrated(trained_networks.OnTrainedNetwork):
             "plain": Loader(data, data.train, 250),
             "test": test,
         }
-        found = {}
+        found: dict[str, Any] = {}
         for number, name in enumerate(AVERAGES):
             if name in sources:
                 calibrate(network, sources[name], progress=False)
@@ -82,11 +82,11 @@ def conclude(runs: FinishedRuns) -> Findings:
     (task,) = runs.names()
     label = (task, "averages")
     names = ("top1", "cross_entropy")
-    averages = {name: {of: runs.values(label, f"{name}_{of}") for of in AVERAGES} for name in names}
+    averages = {name: {of: runs.numbers(label, f"{name}_{of}") for of in AVERAGES} for name in names}
     rows = [[words, *(findings.cell(averages[name][of]) for name in names)] for of, words in AVERAGES.items()]
-    groups = {one: runs.values((task, one), "test_top1") for one in runs.names(1) if one != "averages"}
+    groups = {one: runs.numbers((task, one), "test_top1") for one in runs.names(1) if one != "averages"}
     columns = ("validation_top1", "test_top1", "train_top1")
-    variants = [[one, *(findings.cell(runs.values((task, one), column)) for column in columns)] for one in groups]
+    variants = [[one, *(findings.cell(runs.numbers((task, one), column)) for column in columns)] for one in groups]
     top1, loss = averages["top1"], averages["cross_entropy"]
     relative = [100 * (a / b - 1) for a, b in zip(loss["test"], loss["augmented"], strict=True)]
     verdicts = [

@@ -54,18 +54,19 @@ def arms(scale: str) -> dict[Label, Trial]:
 
 
 def conclude(runs: FinishedRuns) -> Findings:
-    rows, bars = [], {"alpha off": {}, "alpha on": {}}
+    rows = []
+    bars: dict[str, dict[str, list[float]]] = {"alpha off": {}, "alpha on": {}}
     for label in runs:
-        off, on = (runs.values(label, f"test_top1{tail}") for tail in ("", "_tuned"))
+        off, on = (runs.numbers(label, f"test_top1{tail}") for tail in ("", "_tuned"))
         rows.append(
-            [*label, findings.cell(off), findings.cell(on), findings.cell(runs.values(label, "alpha_cross_entropy"))]
+            [*label, findings.cell(off), findings.cell(on), findings.cell(runs.numbers(label, "alpha_cross_entropy"))]
         )
         bars["alpha off"][f"{label[0]} {label[1]}"] = off
         bars["alpha on"][f"{label[0]} {label[1]}"] = on
     batch, renorm, *ghosts, group = runs
-    best_off = findings.best({label: runs.values(label, "validation_top1") for label in ghosts})
-    best_on = findings.best({label: runs.values(label, "validation_top1_tuned") for label in ghosts})
-    read = {label: {tail: runs.values(label, f"test_top1{tail}") for tail in ("", "_tuned")} for label in runs}
+    best_off = findings.best({label: runs.numbers(label, "validation_top1") for label in ghosts})
+    best_on = findings.best({label: runs.numbers(label, "validation_top1_tuned") for label in ghosts})
+    read = {label: {tail: runs.numbers(label, f"test_top1{tail}") for tail in ("", "_tuned")} for label in runs}
     nothing: dict[str, list[float]] = {"": [], "_tuned": []}
     verdicts = [
         claims.gain("alpha raises the top-1 of batch norm", runs, batch, "test_top1"),

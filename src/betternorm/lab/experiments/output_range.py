@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -167,7 +168,10 @@ def _extremes_table(layer: dict[int, Any]) -> Table:
 
 
 def _extremes_figure(layer: dict[int, Any]) -> Figure:
-    lines = {"bound": lambda row: row["bound"], "maximum in training": lambda row: row["maximum"]}
+    lines: dict[str, Callable[[Any], float]] = {
+        "bound": lambda row: row["bound"],
+        "maximum in training": lambda row: row["maximum"],
+    }
     lines |= {"minimum in training": lambda row: row["minimum"], "minus the bound": lambda row: -row["bound"]}
     lines |= {"maximum at inference, alpha = 0": lambda row: row["inference_maximum"]}
     series = [

@@ -17,6 +17,7 @@ from betternorm.integrations.models import load_model
 from betternorm.lab import models
 from betternorm.lab.data import DATASETS
 from betternorm.lab.experiments import registry
+from betternorm.lab.experiments.alpha_imagenet import Curve
 from betternorm.lab.experiments.scales import steps
 from betternorm.lab.training import Config
 from betternorm.lab.trials import Trial
@@ -104,10 +105,10 @@ def cost(trial: Trial) -> Cost:
         one = image_cost(trial.network, trial.dataset, trial.image_size, trial.width, trial.blocks, trial.stem_stride)
         images = steps(trial) * trial.batch_size
         return Cost(one.operations * images, one.seconds * images, one.disk)
-    if hasattr(trial, "alphas") and trial.network:
+    if isinstance(trial, Curve) and trial.network:
         one = image_cost(trial.network, trial.dataset, trial.image_size)
-        images = (trial.limit or VALIDATION_IMAGES.get(trial.dataset, 10_000)) * len(trial.alphas) / 3
-        return Cost(one.operations * images, one.seconds * images, 0)
+        passes = (trial.limit or VALIDATION_IMAGES.get(trial.dataset, 10_000)) * len(trial.alphas) / 3
+        return Cost(one.operations * passes, one.seconds * passes, 0)
     return Cost(0, 0, 0)
 
 
@@ -132,7 +133,8 @@ def image_cost(
 
         def build() -> torch.nn.Module:
             if ".py:" in name:
-                return load_model(name)
+                model: torch.nn.Module = load_model(name)
+                return model
             return models.build(
                 name, CLASSES, in_channels=facts.channels, width=width, blocks=blocks, stem_stride=stem_stride
             )
@@ -155,4 +157,5 @@ def image_cost(
 
 def _loss(model: torch.nn.Module, images: torch.Tensor) -> torch.Tensor:
     output = model(images)
-    return (output[0] if isinstance(output, tuple) else output).square().mean()
+    logits: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    return logits.square().mean()

@@ -60,12 +60,12 @@ def result(name: str, scale: str, store: Store, seeds: int | None = None, own: A
         failed += [row for row in found if row is not None and row.error]
     findings = experiment.conclude(FinishedRuns(scale, rows))
     command = f"betternorm reproduce {name} --scale {scale}"
-    _, _, claims = inspect.cleandoc(experiment.__doc__).partition("\n\n")  # what the paper says
+    _, _, claims = inspect.cleandoc(experiment.__doc__ or "").partition("\n\n")  # what the paper says
     notes = [" ".join(claims.split()), SCALES[scale], findings.notes, RULE]
     if missing:
         total = missing + sum(map(len, rows.values()))
         notes.append(f"{missing} of {total} trials have not been run yet; `{command}` runs those and no others.")
-    notes += [f"Trial {row.key} failed: {row.error.splitlines()[0]}" for row in failed]
+    notes += [f"Trial {row.key} failed: {row.reason}" for row in failed]
     return Result(
         name=name,
         title=experiment.TITLE,

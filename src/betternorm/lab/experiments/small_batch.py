@@ -33,17 +33,17 @@ def arms(scale: str) -> dict[Label, Trial]:
 
 def conclude(runs: FinishedRuns) -> Findings:
     columns = ("validation_top1", "validation_top1_tuned", "test_top1", "test_top1_tuned", "train_top1")
-    rows = [[*label, *(findings.cell(runs.values(label, name)) for name in columns)] for label in runs]
+    rows = [[*label, *(findings.cell(runs.numbers(label, name)) for name in columns)] for label in runs]
     series, verdicts = [], []
     for task in runs.names():
         tuned = {}
         for method in METHODS.values():
             by_groups = {
-                groups: runs.values((task, method, groups), "validation_top1_tuned") for groups in runs.names(2)
+                groups: runs.numbers((task, method, groups), "validation_top1_tuned") for groups in runs.names(2)
             }
             series.append(findings.curve(f"{task}, {method}", by_groups))
             found = findings.best(by_groups)
-            tuned[method] = runs.values((task, method, found), "test_top1_tuned") if found else []
+            tuned[method] = runs.numbers((task, method, found), "test_top1_tuned") if found else []
         group, both = (tuned[method] for method in METHODS.values())
         verdicts.append(
             claims.compare(

@@ -8,6 +8,7 @@ At small scale: from CIFAR-100 to the first twenty classes of Flowers-102 and of
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -39,7 +40,7 @@ SOURCES = {
 }
 IMAGENET_WEIGHTS = "resnet152.safetensors"
 
-_SHORT = {"epochs": 40, "learning_rate": 0.06}
+_SHORT: dict[str, Any] = {"epochs": 40, "learning_rate": 0.06}
 _RESNET152 = replace(
     CALTECH256, network="resnet152", image_size=224, learning_rate=0.01, finetune_from=IMAGENET_WEIGHTS
 )
@@ -64,7 +65,7 @@ class FineTuned(Config):
     """
 
     kind: ClassVar[str] = "fine-tuned"
-    source: tuple[tuple[str, Any], ...] = ()
+    source: Mapping[str, Any] | tuple[tuple[str, Any], ...] = ()
 
     def run(self, folder: Path, runtime: Runtime, progress: Progress) -> dict[str, Any]:
         if self.source:

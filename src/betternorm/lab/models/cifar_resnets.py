@@ -28,8 +28,9 @@ class Block(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(self.bn1(self.conv1(x)))
-        return self.bn2(self.conv2(y)) + self.shortcut(x)
+        y: Tensor = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
+        shortcut: Tensor = self.shortcut(x)
+        return y + shortcut
 
 
 class CifarResNet(nn.Module):
@@ -51,4 +52,5 @@ class CifarResNet(nn.Module):
         x = F.relu(self.bn1(self.conv1(x)))
         for stage in (self.layer1, self.layer2, self.layer3):
             x = F.relu(stage(x))
-        return self.linear(F.avg_pool2d(x, 4).flatten(1))
+        logits: Tensor = self.linear(F.avg_pool2d(x, 4).flatten(1))
+        return logits

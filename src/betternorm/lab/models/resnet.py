@@ -52,7 +52,8 @@ class ResNet(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         features = self.norm(self.blocks(self.stem(images))).relu()
-        return self.head(features.mean((2, 3)))
+        logits: Tensor = self.head(features.mean((2, 3)))
+        return logits
 
 
 class PreActivationBlock(nn.Module):
@@ -70,7 +71,8 @@ class PreActivationBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         active = self.norm1(x).relu()
-        y = self.conv2(self.norm2(self.conv1(active)).relu())
+        y: Tensor = self.conv2(self.norm2(self.conv1(active)).relu())
         if not self.residual:
             return y
-        return y + (x if self.shortcut is None else self.shortcut(active))
+        shortcut: Tensor = x if self.shortcut is None else self.shortcut(active)
+        return y + shortcut

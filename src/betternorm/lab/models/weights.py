@@ -39,7 +39,8 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
 def read_weights(path: Path) -> dict[str, Tensor]:
     """The state dict in a file, on the CPU, under whatever key its trainer put it."""
     try:
-        return state_dict_of(read_checkpoint(path))
+        weights: dict[str, Tensor] = state_dict_of(read_checkpoint(path))
     except UserError as problem:
         message = str(problem)
         raise UserError(message if str(path) in message else f"checkpoint {path}: {message}") from problem
+    return weights

@@ -51,7 +51,8 @@ def numbers(figure: Figure) -> Table:
     bounded = any(series.low is not None for series in figure.series)
     rows = []
     for series in figure.series:
-        low, high = series.low or [None] * len(series.x), series.high or [None] * len(series.x)
+        unknown: list[float | None] = [None] * len(series.x)
+        low, high = series.low or unknown, series.high or unknown
         for x, y, *interval in zip(series.x, series.y, low, high, strict=True):
             rows.append([series.name, x, y, *(interval if bounded else ())])
     return Table(figure.title, ["series", figure.x_label, figure.y_label, *(["low", "high"] if bounded else [])], rows)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
 
-INTERVAL = {"fmt": "none", "capsize": 3, "elinewidth": 1.2}
+INTERVAL: dict[str, Any] = {"fmt": "none", "capsize": 3, "elinewidth": 1.2}
 
 
 def write(results: Sequence[Result], folder: str | os.PathLike[str]) -> list[Path]:

@@ -7,7 +7,7 @@ import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ def read_checkpoint(path: Path, config: Config) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         key, described = state["key"], state["config"]
     except Exception as problem:  # not one of ours; ours are never half-written
         raise UserError(
@@ -48,7 +48,7 @@ def seed_everything(seed: int) -> None:
 
 
 def random_state() -> dict[str, Any]:
-    name, keys, *rest = np.random.get_state()
+    name, keys, *rest = cast(tuple[Any, ...], np.random.get_state())
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
@@ -68,14 +68,13 @@ def set_random_state(state: dict[str, Any]) -> None:
 @contextlib.contextmanager
 def deterministic(wanted: bool) -> Iterator[None]:
     """Only algorithms that give the same bits each time, inside; as before, outside."""
-    before, filling = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    settings: Any = torch.utils.deterministic  # a module of settings, which have no types
+    before, filling = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(wanted)
-    torch.utils.deterministic.fill_uninitialized_memory = (
-        False  # finds mistakes in kernels, at a price; ours are tested
-    )
+    settings.fill_uninitialized_memory = False  # finds mistakes in kernels, at a price; ours are tested
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before)
-        torch.utils.deterministic.fill_uninitialized_memory = filling
+        settings.fill_uninitialized_memory = filling

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -47,7 +48,7 @@ class Config(Trial):
     blocks: tuple[int, ...] = _field((2, 2, 2, 2), "blocks in each stage of resnet18")
     stem_stride: int = _field(1, "stride of resnet18's first convolution")
     norm: str = _field("batch", f"one of {', '.join(models.NORMS)}, or package.module:function")
-    norm_options: tuple[tuple[str, Any], ...] = _field((), "its options, like ghost_size=16")
+    norm_options: Mapping[str, Any] | tuple[tuple[str, Any], ...] = _field((), "its options, like ghost_size=16")
     finetune_from: str | None = _field(None, "a file of weights to begin from, or trial:KEY")
 
     batch_size: int = _field(128, "examples in a step, over all processes")

@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed
@@ -61,7 +61,7 @@ def train(
     make_folder(folder)
     finished = read_checkpoint(folder / "model.pt", config)
     if finished is not None:
-        return finished["result"]
+        return dict(finished["result"])
     with deterministic(runtime.deterministic):
         session = Session(config, folder, runtime)
         session.train(progress)
@@ -114,11 +114,12 @@ class Session:
         seed_everything(config.seed + self.fabric.global_rank)
         self.model = build_model(config, self.data, _weights_of(config, folder))
         if runtime.channels_last:
-            self.model = self.model.to(memory_format=torch.channels_last)
+            self.model = self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # in none of its types
         self.optimizer = self._optimizer()
-        compiled = torch.compile(self.model) if runtime.compile else self.model
+        compiled: Any = torch.compile(self.model) if runtime.compile else self.model
         self.forward, self.stepper = self.fabric.setup(compiled, self.optimizer)
-        self.epoch, self.history = 0, []
+        self.epoch = 0
+        self.history: list[dict[str, float]] = []
         self._resume()
 
     def train(self, progress: Progress) -> None:
@@ -178,15 +179,16 @@ class Session:
                 insist=True,
                 progress=self.runtime.show if self.fabric.is_global_zero else False,
             )
+        alpha = cast(float, found.alpha)  # one for all layers
         at = {row["alpha"]: row for row in found.table}
         return {
-            "alpha": found.alpha,
+            "alpha": alpha,
             "alpha_as_trained": found.baseline,
             "alpha_significant": found.significant,
             "alpha_table": found.table,
             **{f"alpha_{name}": found.best[name] for name in JUDGED_BY},
             **{f"validation_{name}": at[found.baseline][name] for name in JUDGED_BY},
-            **{f"validation_{name}_tuned": at[found.alpha][name] for name in JUDGED_BY},
+            **{f"validation_{name}_tuned": at[alpha][name] for name in JUDGED_BY},
         }
 
     def _optimizer(self) -> torch.optim.Optimizer:
