@@ -1,7 +1,7 @@
 """The demo: a small residual network on few images, with plain batch norm and with the paper's four improvements.
 
 Two hundred training images of scikit-learn's digits, without augmentation, are few enough to overfit: the regime was
-picked for that, because it is where what regularises helps. Of batch sizes 40, 64 and 100 and ghosts of 4 and 8, with
+picked for that, because it is where what regularises helps. Of batch sizes 40, 64 and 100 and ghost sizes 4 and 8, with
 four seeds each, validation data chose 40, the best for plain batch norm too, and 4. What is reported is the test data.
 """
 
@@ -53,7 +53,7 @@ class Step:
 
 LADDER = (
     Step("batch norm", PLAIN),
-    Step("+ ghosts of 4", GHOST),
+    Step("+ ghost size 4", GHOST),
     Step("+ decay on gamma and beta", DECAYED),
     Step("+ alpha tuned", DECAYED, tuned=True),
 )
@@ -214,7 +214,7 @@ def _one_at_a_time(rows: Rows) -> Table:
 def _figures(rows: Rows) -> list[Figure]:
     alphas = findings.alpha_figures(
         "On validation data, by alpha",
-        {"batch norm": rows[PLAIN], "ghosts of 4 and decay": rows[DECAYED]},
+        {"batch norm": rows[PLAIN], "ghost size 4 and decay": rows[DECAYED]},
         within=0.3,
     )
     telling = [figure for figure in alphas if "top-5" not in figure.y_label]  # with ten classes it is near 100 %

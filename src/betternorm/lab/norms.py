@@ -19,7 +19,7 @@ class GroupNormBase(GroupedBatchNorm):
     """Group Norm that keeps moving averages, to be disturbed in training; at inference it is Group Norm.
 
     Args:
-        num_groups: of channels; more than there are means one channel a group.
+        num_groups: of channels; more than there are means one channel per group.
     """
 
     momentum: float
@@ -95,7 +95,7 @@ class ChangingGroupNorm(GroupNormBase):
 
 
 class EvenGroupNorm(GroupNormBase):
-    """As many channels a group as give ``elements`` values, height x width x channels, or the nearest that divides."""
+    """As many channels per group as give ``elements`` values, height x width x channels, or the nearest divisor."""
 
     def __init__(self, num_features: int, elements: int = 1024) -> None:
         super().__init__(num_features, 1)

@@ -46,9 +46,9 @@ def load(
     """Read a dataset and split it as the paper does.
 
     Args:
-        name: one of :data:`DATASETS`; a folder with a folder a class (or train/, val/ and test/ of such); a ``.npz``
-            with ``train_images`` (N, H, W, C) and ``train_labels``, and the same for ``val`` and ``test`` if there are
-            such; or ``stand-in:NAME``, random images with the shape and the classes of that dataset, to try things on.
+        name: one of :data:`DATASETS`; a folder with one folder per class (or train/, val/ and test/ of such); a
+            ``.npz`` with ``train_images`` (N, H, W, C) and ``train_labels``, and the same for ``val`` and ``test`` if
+            there are such; or ``stand-in:NAME``, random images with the shape and the classes of that dataset.
         root: the folder of the datasets; by default the environment's ``BETTERNORM_DATA``, or ``data``. A ``NAME.npz``
             in it is taken before the dataset's own files.
         image_size: the side the network sees; by default the dataset's own.

@@ -33,7 +33,7 @@ def read(name: str, root: Path, download: bool) -> tuple[Facts, dict[str, Split]
             return _own_folder(Path(name))
         raise UserError(
             f"dataset is {name!r}; it has to be one of {', '.join(DATASETS)}, "
-            "a folder with a folder a class, or a .npz file"
+            "a folder with one folder per class, or a .npz file"
         )
     facts = DATASETS[name]
     archive = root / f"{name}.npz"
@@ -95,7 +95,9 @@ def _own_folder(path: Path) -> tuple[Facts, dict[str, Split]]:
     splits = {part: _folder(folder, names) for part, folder in folders.items()}
     for part, split in splits.items():
         if not len(split):
-            raise UserError(f"{folders[part]} has no images ({', '.join(sorted(EXTENSIONS))}) in its folders a class")
+            raise UserError(
+                f"{folders[part]} has no images ({', '.join(sorted(EXTENSIONS))}) in its folders, one per class"
+            )
     return Facts(str(path), len(names), 224, str(path)), own_split(splits)
 
 
@@ -105,7 +107,7 @@ def _need_two_classes(path: Path, classes: int) -> None:
 
 
 def _folder(folder: Path, names: Sequence[str]) -> Split:
-    """A folder a class. Class names are given, so that every split numbers them alike."""
+    """One folder per class. Class names are given, so that every split numbers them alike."""
     paths, labels = [], []
     for label, name in enumerate(names):
         found = (
@@ -246,7 +248,7 @@ READERS = {
 
 
 def _stand_in(facts: Facts) -> dict[str, Split]:
-    """A prototype a class under noise: learnable, and as large as the real thing only in shape."""
+    """One prototype per class under noise: learnable, and as large as the real thing only in shape."""
     generator = torch.Generator().manual_seed(SPLIT_SEED)
     shape = (facts.channels, facts.size, facts.size)
     prototypes = torch.rand(facts.classes, facts.channels, 2, 2, generator=generator) * 160

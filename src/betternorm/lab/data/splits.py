@@ -111,7 +111,7 @@ def split_by_class(labels: np.ndarray, *sizes: int, seed: int = SPLIT_SEED) -> l
         rows = np.flatnonzero(labels == label)
         if len(rows) <= sum(sizes[:-1]):
             raise UserError(
-                f"class {label} has {len(rows)} images; a split of {' / '.join(map(str, sizes))} a class needs "
+                f"class {label} has {len(rows)} images; a split of {' / '.join(map(str, sizes))} per class needs "
                 f"more than {sum(sizes[:-1])}"
             )
         rows, start = rows[shuffled(len(rows), seed)], 0

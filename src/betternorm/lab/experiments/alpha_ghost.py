@@ -2,7 +2,7 @@
 
 The paper claims: the smaller the ghosts, the more is gained by weighing the example at inference, and the larger the
 best alpha; the gain comes on top of that of the ghosts; the best alpha for accuracy and for cross-entropy may differ
-wildly. Expect little gain for batch norm and several points for ghosts of 2 to 4. The networks are those of
+wildly. Expect little gain for batch norm and several points for ghost sizes 2 to 4. The networks are those of
 ``ghost-size``.
 """
 
@@ -30,7 +30,7 @@ def conclude(runs: FinishedRuns) -> Findings:
                 before, after = runs.numbers(label, metric), runs.numbers(label, tuned)
                 gains, alphas = runs.pairs(label, tuned, metric), runs.numbers(label, metric.replace("test", "alpha"))
                 rows.append([task, size, words, *map(findings.cell, (before, after, gains, alphas))])
-        curves = {f"ghosts of {size}": runs[task, size] for size in sizes}
+        curves = {f"ghost size {size}": runs[task, size] for size in sizes}
         figures += findings.alpha_figures(f"{task}, alpha by ghost size", curves)
         verdicts += _verdicts(runs, task, sizes)
     notes = "Alpha is tuned for cross-entropy on validation data; the table reads the test data, which nothing chose."
@@ -44,9 +44,9 @@ def _verdicts(runs: FinishedRuns, task: str, sizes: list[int]) -> list[Verdict]:
         runs.pairs(label, "test_cross_entropy_tuned", "test_cross_entropy") for label in (smallest, whole)
     )
     alphas, alphas_whole = (runs.numbers(label, "alpha_cross_entropy") for label in (smallest, whole))
-    named = f"with ghosts of {sizes[-1]} than with batch norm"
+    named = f"with ghost size {sizes[-1]} than with batch norm"
     return [
-        claims.gain(f"{task}: alpha raises test top-1 with ghosts of {sizes[-1]}", runs, smallest, "test_top1"),
+        claims.gain(f"{task}: alpha raises test top-1 with ghost size {sizes[-1]}", runs, smallest, "test_top1"),
         claims.compare(f"{task}: alpha gains more test top-1 {named}", top1, top1_whole),
         claims.compare(f"{task}: alpha lowers test cross-entropy more {named}", loss, loss_whole, claims.LESS),
         claims.compare(f"{task}: the best alpha for cross-entropy is larger {named}", alphas, alphas_whole),

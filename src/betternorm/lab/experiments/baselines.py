@@ -2,8 +2,8 @@
 
 The paper makes no table of these. From what it says of each: batch norm needs a batch; Group, Layer and Instance Norm
 do not, and Group Norm is the best of them; batch renorm helps at small batches; Switchable Norm overfits (appendix C);
-EvalNorm's alphas, one a layer, resemble inference example weighing. Expect batch norm to lead at the largest batch and
-Group Norm at 2, and one alpha a layer to do about as well as one for all.
+EvalNorm's alphas, one per layer, resemble inference example weighing. Expect batch norm to lead at the largest batch
+and Group Norm at 2, and one alpha per layer to do about as well as one for all.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ TITLE = "Batch, group, layer, instance, renorm, switchable"
 PLACE = "Section 2"
 
 BATCHES = {"smoke": (32,), "small": (32, 8, 2), "paper": (128, 16, 4, 2)}
-BATCH, ONE, EACH = "batch norm", "batch norm, one alpha", "batch norm, an alpha a layer (as EvalNorm)"
+BATCH, ONE, EACH = "batch norm", "batch norm, one alpha", "batch norm, one alpha per layer (as EvalNorm)"
 GROUP, SWITCHABLE = "group norm", "switchable norm"
 
 
 @dataclass(frozen=True, kw_only=True)
 class AlphaALayer(trained_networks.OnTrainedNetwork):
-    """A trained network with one alpha a layer, fitted by gradient on validation data; nothing is trained."""
+    """A trained network with one alpha per layer, fitted by gradient on validation data; nothing is trained."""
 
     kind: ClassVar[str] = "alpha-a-layer"
 
@@ -108,5 +108,5 @@ def conclude(runs: FinishedRuns) -> Findings:
 
 def _alpha_per_layer(runs: FinishedRuns, task: str, size: int) -> Verdict:
     each, one = runs.by_seed(((task, EACH, size), "test_top1"), ((task, BATCH, size), "test_top1_tuned"))
-    claim = f"B = {size}: an alpha a layer does as well as one for all, within 1 point"
+    claim = f"B = {size}: one alpha per layer does as well as one for all, within 1 point"
     return claims.compare(claim, each, one, claims.within(1.0), paired=True)

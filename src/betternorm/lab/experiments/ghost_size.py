@@ -59,15 +59,15 @@ def _verdicts(runs: FinishedRuns, task: str, points: dict[int, list[float]]) -> 
         return [Verdict(f"{task}: some ghost size improves on batch norm", Outcome.UNDECIDED, "nothing has been run")]
     test = {size: runs.numbers((task, size), "test_top1") for size in points}
     better = claims.compare(
-        f"{task}: ghosts of {found}, the best on validation data, improve on batch norm (test top-1)",
+        f"{task}: ghost size {found}, the best on validation data, improves on batch norm (test top-1)",
         test[found],
         test[whole],
     )
     worse = claims.compare(
-        f"{task}: the smallest ghosts, {smallest}, are worse than the best, {found}", test[found], test[smallest]
+        f"{task}: the smallest ghost size, {smallest}, is worse than the best, {found}", test[found], test[smallest]
     )
     regularised = claims.compare(
-        f"{task}: ghosts regularise: training top-1 is lower with ghosts of {smallest} than with batch norm",
+        f"{task}: ghosts regularise: training top-1 is lower with ghost size {smallest} than with batch norm",
         runs.numbers((task, smallest), "train_top1"),
         runs.numbers((task, whole), "train_top1"),
         claims.LESS,

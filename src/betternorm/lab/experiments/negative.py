@@ -3,8 +3,8 @@
 The paper claims, on CIFAR-100: moving averages over examples without augmentation cost half a point of accuracy, and
 improve the cross-entropy mildly; averages over the test set behave like those over the training set (within 0.1 points
 and 1 % of the cross-entropy). Group Norm does not improve by randomness in its statistics: not by noise, not by random
-groups of channels, not by changing their number during training. A constant number of values a group has mild success,
-which does not generalise. Expect nulls, and some losses.
+groups of channels, not by changing their number during training. A constant number of values per group has mild
+success, which does not generalise. Expect nulls, and some losses.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from betternorm.lab.trials import Progress, Trial
 TITLE = "What the paper tried in vain"
 PLACE = "Appendix C"
 
-ELEMENTS = {"smoke": 128, "small": 512, "paper": 4096}  # values a group, height x width x channels
+ELEMENTS = {"smoke": 128, "small": 512, "paper": 4096}  # values per group, height x width x channels
 SPREAD = {"smoke": 0.5, "small": 0.25, "paper": 0.25}  # of the noise, in deviations of the statistics
 AVERAGES = {
     "moving": "as trained",
@@ -74,7 +74,7 @@ def arms(scale: str) -> dict[Label, Trial]:
         (task, "random groups, half the time"): with_norm(config, f"{own}random_group", num_groups=count, share=0.5),
         (task, "more and more groups"): with_norm(config, f"{own}changing_group", first=few, last=many, steps=length),
         (task, "fewer and fewer groups"): with_norm(config, f"{own}changing_group", first=many, last=few, steps=length),
-        (task, "constant values a group"): with_norm(config, f"{own}even_group", elements=ELEMENTS[scale]),
+        (task, "constant values per group"): with_norm(config, f"{own}even_group", elements=ELEMENTS[scale]),
     }
 
 

@@ -1,8 +1,8 @@
 """Batches that are not i.i.d.: a few classes in each (Table 1, section 4.4).
 
-The paper, CIFAR-100 with four classes a batch of 128, top-1 with alpha off and on: batch norm 40.1 and 62.2; batch
-renorm 69.0 and 69.0; ghosts of 64 42.3 and 50.8, of 32 57.8 and 70.9, of 16 64.3 and 72.2, of 8 68.7 and 72.0, of 4
-70.4 and 71.5, of 2 68.4 and 71.4; batch group norm 75.2 and 76.1. So: alpha gains 22 points for batch norm without
+The paper, CIFAR-100 with four classes per batch of 128, top-1 with alpha off and on: batch norm 40.1 and 62.2; batch
+renorm 69.0 and 69.0; ghost size 64 42.3 and 50.8, 32 57.8 and 70.9, 16 64.3 and 72.2, 8 68.7 and 72.0, 4
+70.4 and 71.5, 2 68.4 and 71.4; batch group norm 75.2 and 76.1. So: alpha gains 22 points for batch norm without
 training again; ghosts help as much as batch renorm; batch group norm is best; alpha does nothing for batch renorm (at
 most 0.1).
 
@@ -71,10 +71,10 @@ def conclude(runs: FinishedRuns) -> Findings:
     verdicts = [
         claims.gain("alpha raises the top-1 of batch norm", runs, batch, "test_top1"),
         claims.compare(
-            "the best ghosts, alpha off, improve on batch norm", read.get(best_off, nothing)[""], read[batch][""]
+            "the best ghost size, alpha off, improves on batch norm", read.get(best_off, nothing)[""], read[batch][""]
         ),
         claims.compare(
-            "the best ghosts, alpha on, improve on batch norm with alpha",
+            "the best ghost size, alpha on, improves on batch norm with alpha",
             read.get(best_on, nothing)["_tuned"],
             read[batch]["_tuned"],
         ),

@@ -267,15 +267,18 @@ def _ranges_verdicts(runs: FinishedRuns) -> list[Verdict]:
     one = [1.0] * len(reach["training"])
     return [
         claims.compare(
-            f"in training, ghosts of {smallest[1]} come nearer to the bound than batch norm (parts of it)",
+            f"in training, ghost size {smallest[1]} comes nearer to the bound than batch norm (parts of it)",
             reach["training"],
             largest,
         ),
         claims.compare(
-            f"at inference, ghosts of {smallest[1]} pass the bound (parts of it)", reach["inference"], one, paired=True
+            f"at inference, ghost size {smallest[1]} passes the bound (parts of it)",
+            reach["inference"],
+            one,
+            paired=True,
         ),
         claims.compare(
-            f"alpha brings the range with ghosts of {smallest[1]} back towards the bound (parts of it)",
+            f"alpha brings the range with ghost size {smallest[1]} back towards the bound (parts of it)",
             reach["weighed"],
             reach["inference"],
             claims.LESS,

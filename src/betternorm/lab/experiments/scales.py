@@ -1,9 +1,9 @@
 """What is learned at each scale: the datasets, networks and hyperparameters of all experiments, in one place.
 
-*smoke* is scikit-learn's digits, a second or two a trial. *small* is photographs on a CPU, seconds to two minutes a
-trial: mostly the first twenty classes of Oxford Flowers-102 at 32x32, whose ten images a class make a network overfit,
-as the regularising techniques need. *paper* is section 4.1; the paper gives no learning rates or lengths of training,
-and those here are common for its networks.
+*smoke* is scikit-learn's digits, a second or two per trial. *small* is photographs on a CPU, seconds to two minutes per
+trial: mostly the first twenty classes of Oxford Flowers-102 at 32x32, whose ten images per class make a network
+overfit, as the regularising techniques need. *paper* is section 4.1; the paper gives no learning rates or lengths
+of training, and those here are common for its networks.
 """
 
 from __future__ import annotations

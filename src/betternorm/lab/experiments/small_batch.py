@@ -1,8 +1,8 @@
-"""Two examples a batch: Group Norm against groups of channels and examples together (section 3.4).
+"""Two examples per batch: Group Norm against groups of channels and examples together (section 3.4).
 
 The paper claims, with alpha tuned for both and the number of groups for each: CIFAR-100 73.91 to 74.60 % (three runs),
 Caltech-256 48.2 to 53.2 % (two runs), SVHN 98.75 to 98.73 %: batch group norm is better where networks overfit, for two
-examples make its statistics vary. Expect a gain of points with few images a class.
+examples make its statistics vary. Expect a gain of points with few images per class.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from betternorm.lab.experiments.scales import MOST_GROUPS, TASKS, at_batch_size,
 from betternorm.lab.results import Figure, Table
 from betternorm.lab.trials import Trial
 
-TITLE = "Two examples a batch: Group Norm against batch group norm"
+TITLE = "Two examples per batch: Group Norm against batch group norm"
 PLACE = "Section 3.4"
 
 BATCH = 2
@@ -71,6 +71,6 @@ def conclude(runs: FinishedRuns) -> Findings:
         "training",
     ]
     figure = Figure(
-        "Two examples a batch", "groups of channels", "validation top-1, %, alpha tuned", series, log_x=True
+        "Two examples per batch", "groups of channels", "validation top-1, %, alpha tuned", series, log_x=True
     )
     return Findings([Table(f"Top-1 at B = {BATCH}", headers, rows)], [figure], verdicts)

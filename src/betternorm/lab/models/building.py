@@ -29,7 +29,7 @@ NETWORKS = {
 # Words for norms that are another conversion with fixed options. "batch" is the network as it was built.
 ALIASES: dict[str, tuple[str, dict[str, Any]]] = {
     "layer": ("group", {"num_groups": 1}),
-    "instance": ("group", {"num_groups": 1 << 30}),  # more groups than channels: one channel a group
+    "instance": ("group", {"num_groups": 1 << 30}),  # more groups than channels: one channel per group
 }
 NORMS = ("batch", *OPTIONS, *ALIASES)
 

@@ -36,7 +36,7 @@ class Config(Trial):
 
     kind: ClassVar[str] = "training"
 
-    dataset: str = _field("digits", "a known dataset, a folder with a folder a class, or a .npz file")
+    dataset: str = _field("digits", "a known dataset, a folder with one folder per class, or a .npz file")
     image_size: int | None = _field(None, "side the network sees (the dataset's own)")
     classes: int | None = _field(None, "keep the first so many classes")
     train_examples: int | None = _field(None, "keep so many training examples")
@@ -51,7 +51,7 @@ class Config(Trial):
     norm_options: Mapping[str, Any] | tuple[tuple[str, Any], ...] = _field((), "its options, like ghost_size=16")
     finetune_from: str | None = _field(None, "a file of weights to begin from, or trial:KEY")
 
-    batch_size: int = _field(128, "examples in a step, over all processes")
+    batch_size: int = _field(128, "examples per batch, over all processes")
     accumulate: int = _field(1, "parts that a batch is worked through in; statistics are of a part")
     epochs: int = _field(30, "passes over the training data")
     steps_per_epoch: int | None = _field(None, "end an epoch after so many steps")
