@@ -4,9 +4,9 @@ facts -> splits -> readers -> dataset -> loader. Small images live in memory as 
 done on whole batches on the device. Large ones are read by DataLoader workers.
 """
 
-from betternorm.lab.data.dataset import Data, load
+from betternorm.lab.data.dataset import Data, data_folder, load
 from betternorm.lab.data.facts import DATASETS, Facts
 from betternorm.lab.data.loader import Loader, order
 from betternorm.lab.data.splits import Split, training_images
 
-__all__ = ["DATASETS", "Data", "Facts", "Loader", "Split", "load", "order", "training_images"]
+__all__ = ["DATASETS", "Data", "Facts", "Loader", "Split", "data_folder", "load", "order", "training_images"]

@@ -56,8 +56,12 @@ def load(
         train_examples: keep so many training examples, chosen once for all.
         download: fetch what is missing, where torchvision can.
     """
-    where = Path(root or os.environ.get("BETTERNORM_DATA") or "data").expanduser()
-    return _load(name, where, image_size, classes, train_examples, download)
+    return _load(name, data_folder(root), image_size, classes, train_examples, download)
+
+
+def data_folder(root: str | os.PathLike[str] | None = None) -> Path:
+    """Where the datasets are: ``root``, or what the environment says, or ``data``."""
+    return Path(root or os.environ.get("BETTERNORM_DATA") or "data").expanduser()
 
 
 @functools.lru_cache(maxsize=2)  # the trials of a grid share a dataset; two, because transfer reads two

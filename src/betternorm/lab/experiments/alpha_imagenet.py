@@ -24,7 +24,7 @@ from betternorm.lab.experiments.findings import Findings, FinishedRuns, Label
 from betternorm.lab.experiments.scales import SMOKE
 from betternorm.lab.models import CIFAR_RESNETS, CifarResNet
 from betternorm.lab.results import Figure, Table, Verdict
-from betternorm.lab.training import JUDGED_BY, Config
+from betternorm.lab.training import JUDGED_BY, Config, tune_for_row
 from betternorm.lab.trials import Progress, Runtime, Trial
 from betternorm.surgery import convert
 
@@ -67,7 +67,7 @@ class Curve(Trial):
         convert(network, "weighed")
         images = _all(data) if self.split == "all" else getattr(data, self.split)
         loader = Loader(data, images, 250, workers=runtime.workers)
-        found = trained_networks.tune_for_row(
+        found = tune_for_row(
             network,
             loader,
             grid=self.alphas,

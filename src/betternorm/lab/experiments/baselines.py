@@ -19,7 +19,7 @@ from betternorm.lab.experiments import claims, findings, trained_networks
 from betternorm.lab.experiments.findings import Findings, FinishedRuns, Label
 from betternorm.lab.experiments.scales import TASKS, at_batch_size, groups, with_norm, with_renorm
 from betternorm.lab.results import Figure, Table, Verdict
-from betternorm.lab.training import evaluate
+from betternorm.lab.training import evaluate, tune_for_row
 from betternorm.lab.trials import Progress, Trial
 
 TITLE = "Batch, group, layer, instance, renorm, switchable"
@@ -38,9 +38,7 @@ class AlphaALayer(trained_networks.OnTrainedNetwork):
 
     def measure(self, network: nn.Module, data: Data, progress: Progress) -> dict[str, Any]:
         validation = Loader(data, data.validation, 250)
-        found = trained_networks.tune_for_row(
-            network, validation, grid=self.alpha_grid or None, per_layer=True, progress=False
-        )
+        found = tune_for_row(network, validation, grid=self.alpha_grid or None, per_layer=True, progress=False)
         per_layer = found.per_layer
         assert per_layer is not None  # it was asked for
         for name, layer in weighed_layers(network).items():

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import warnings
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import nn
 
-from betternorm.alpha import AlphaSearch, tune_alpha, weighed_layers
-from betternorm.lab.data import Data, Loader
+from betternorm.alpha import weighed_layers
+from betternorm.lab.data import Data, Loader, data_folder
 from betternorm.lab.store import Store
-from betternorm.lab.training import JUDGED_BY, Config, load_data, train, trained
+from betternorm.lab.training import Config, load_data, train, trained
 from betternorm.lab.trials import Progress, Runtime
 from betternorm.surgery import convert
 
@@ -30,16 +27,9 @@ def network_file(config: Config, folder: Path, runtime: Runtime) -> Path:
     return place / "model.pt"
 
 
-def tune_for_row(network: nn.Module, loader: Iterable[Any], **options: Any) -> AlphaSearch:
-    """:func:`betternorm.tune_alpha` that sets the best alpha, and leaves it to the row to say that it may be chance."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="the gain in", category=UserWarning)
-        return tune_alpha(network, loader, JUDGED_BY, insist=True, **options)
-
-
 def data_file(name: str, runtime: Runtime) -> Path:
     """A file as it is named, or in the folder of the datasets."""
-    place = Path(runtime.data_root or os.environ.get("BETTERNORM_DATA") or "data") / name
+    place = data_folder(runtime.data_root) / name
     return place if place.is_file() else Path(name)
 
 

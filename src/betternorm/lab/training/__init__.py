@@ -2,7 +2,7 @@
 
 from betternorm.lab.training.checkpoints import deterministic
 from betternorm.lab.training.config import JUDGED_BY, Config, build_model, learning_rate, load_data
-from betternorm.lab.training.evaluation import evaluate
+from betternorm.lab.training.evaluation import evaluate, tune_for_row
 from betternorm.lab.training.session import Session, train, trained
 
 __all__ = [
@@ -16,4 +16,5 @@ __all__ = [
     "load_data",
     "train",
     "trained",
+    "tune_for_row",
 ]

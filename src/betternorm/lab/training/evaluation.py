@@ -1,14 +1,16 @@
-"""The metrics of a network over some batches, at one alpha or at several."""
+"""The metrics of a network over some batches, at one alpha or at several, and the best alpha for them."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from betternorm.alpha import get_alpha, set_alpha
+from betternorm.alpha import AlphaSearch, get_alpha, set_alpha, tune_alpha
 from betternorm.lab.training.config import JUDGED_BY
 from betternorm.metrics import METRICS
 
@@ -39,3 +41,10 @@ def evaluate(
         sums = shared.cpu()
     means = (sums[..., 0] / sums[..., 1]).tolist()
     return [dict(zip(JUDGED_BY, row, strict=True)) for row in means]
+
+
+def tune_for_row(network: nn.Module, loader: Iterable[Any], **options: Any) -> AlphaSearch:
+    """:func:`betternorm.tune_alpha` that sets the best alpha, and leaves it to the row to say that it may be chance."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="the gain in", category=UserWarning)
+        return tune_alpha(network, loader, JUDGED_BY, insist=True, **options)

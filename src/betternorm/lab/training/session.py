@@ -11,7 +11,6 @@ import contextlib
 import math
 import os
 import time
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -21,7 +20,6 @@ import torch.distributed
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from betternorm.alpha import tune_alpha
 from betternorm.cli import UserError
 from betternorm.decay import decay_toward_one, param_groups
 from betternorm.lab import data as datasets
@@ -35,7 +33,7 @@ from betternorm.lab.training.checkpoints import (
     write_checkpoint,
 )
 from betternorm.lab.training.config import JUDGED_BY, Config, build_model, learning_rate, load_data
-from betternorm.lab.training.evaluation import evaluate
+from betternorm.lab.training.evaluation import evaluate, tune_for_row
 from betternorm.lab.trials import Progress, Runtime
 from betternorm.progress import Bar
 from betternorm.surgery import convert
@@ -167,18 +165,13 @@ class Session:
             device=self.device,
             workers=self.runtime.workers,
         )
-        with warnings.catch_warnings():
-            # That a gain may be chance is said in the row.
-            warnings.filterwarnings("ignore", message="the gain in", category=UserWarning)
-            found = tune_alpha(
-                self.model,
-                loader,
-                JUDGED_BY,
-                self.config.alpha_objective,
-                grid=self.config.alpha_grid or None,
-                insist=True,
-                progress=self.runtime.show if self.fabric.is_global_zero else False,
-            )
+        found = tune_for_row(
+            self.model,
+            loader,
+            objective=self.config.alpha_objective,
+            grid=self.config.alpha_grid or None,
+            progress=self.runtime.show if self.fabric.is_global_zero else False,
+        )
         alpha = cast(float, found.alpha)  # one for all layers
         at = {row["alpha"]: row for row in found.table}
         return {
