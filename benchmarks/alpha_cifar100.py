@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from cifar_resnets import DEPTHS, MEAN, STD, CifarResNet
 
 import betternorm
 from betternorm.alpha import AlphaSearch, compare_alpha, tune_alpha
 from betternorm.integrations.checkpoints import load_checkpoint
+from betternorm.lab.models.cifar_resnets import DEPTHS, MEAN, STD, CifarResNet
 from betternorm.tuning import alpha_grid, from_u, to_u
 
 Batches = list[tuple[torch.Tensor, torch.Tensor]]

@@ -674,8 +674,8 @@ def cifar100_test(shared: Path, tmp_path: Path) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.slow
 def test_a_published_network_gets_better(shared: Path, cifar100_test: tuple[Tensor, Tensor]) -> None:
-    from benchmarks.cifar_resnets import CifarResNet
     from betternorm.integrations.checkpoints import load_checkpoint
+    from betternorm.lab.models import CifarResNet
 
     x, y = (part[::10] for part in cifar100_test)
     model = load_checkpoint(CifarResNet(8), shared / "weights/cifar100_resnets/resnet8_cifar100.pth").eval()

@@ -126,7 +126,7 @@ def saved(values: Any) -> bytes:
 
 
 def test_networks_that_others_published_are_read(shared: Path) -> None:
-    from benchmarks.cifar_resnets import DEPTHS, CifarResNet
+    from betternorm.lab.models.cifar_resnets import DEPTHS, CifarResNet
 
     for depth in DEPTHS:
         path = shared / f"weights/cifar100_resnets/resnet{depth}_cifar100.pth"

@@ -51,11 +51,11 @@ def finished(tmp_path):
 
 def test_what_is_in_the_store_is_not_trained_again(finished, monkeypatch):
     monkeypatch.setattr(engines, "_processes", lambda todo, *rest: pytest.fail(f"{len(todo)} to do") if todo else None)
-    assert demo.run(finished, seeds=3).rows
+    assert demo.run_demo(finished, seeds=3).rows
 
 
 def test_the_first_table_has_mean_spread_gain_with_interval_and_seeds_won(finished):
-    table = demo.run(finished, seeds=3).tables[0]
+    table = demo.run_demo(finished, seeds=3).tables[0]
     assert table.headers == ["test data", "accuracy, %", "cross-entropy"]
     plain, improved, gain, won = table.rows
     assert plain == ["batch norm", "94.00 ± 1.00 (n = 3)", "0.2200 ± 0.0265 (n = 3)"]
@@ -68,14 +68,14 @@ def test_the_first_table_has_mean_spread_gain_with_interval_and_seeds_won(finish
 
 
 def test_each_step_is_told_from_the_one_before(finished):
-    table = demo.run(finished, seeds=3).tables[1]
+    table = demo.run_demo(finished, seeds=3).tables[1]
     assert [row[0] for row in table.rows] == [step.name for step in demo.LADDER]
     assert [row[2].split(" ")[0] for row in table.rows] == ["", "+1.00", "+0.67", "+0.50"]
     assert [row[4].split(" ")[0] for row in table.rows] == ["", "-0.0500", "-0.0200", "-0.0100"]
 
 
 def test_verdicts_follow_the_intervals_and_a_tie_is_no_win(finished):
-    result = demo.run(finished, seeds=3)
+    result = demo.run_demo(finished, seeds=3)
     outcomes = [verdict.outcome for verdict in result.verdicts]
     # Ghosts gain 2, 1 and 0 points: the interval has zero in it.
     assert outcomes[:2] == [Outcome.SEEN, Outcome.UNDECIDED]
@@ -84,14 +84,14 @@ def test_verdicts_follow_the_intervals_and_a_tie_is_no_win(finished):
 
 def test_a_gain_that_is_not_there_is_not_told(tmp_path):
     fill(tmp_path, MEASURED | {demo.DECAYED: [(top1 - 0.02, loss) for top1, loss in MEASURED[demo.PLAIN]]})
-    result = demo.run(tmp_path, seeds=3)
+    result = demo.run_demo(tmp_path, seeds=3)
     assert not demo.held(result)
     assert result.tables[0].rows[3] == ["seeds won", "0 of 3", "3 of 3"]
     assert result.verdicts[0].outcome is Outcome.NOT_SEEN
 
 
 def test_figures_show_the_ladder_the_seeds_and_alpha_with_a_slider(finished):
-    accuracy, loss, seeds, *alphas = demo.run(finished, seeds=3).figures
+    accuracy, loss, seeds, *alphas = demo.run_demo(finished, seeds=3).figures
     assert list(accuracy.series[0].x) == list(loss.series[0].x) == [step.name for step in demo.LADDER]
     assert accuracy.series[0].y == pytest.approx([94.0, 95.0, 95.6667, 96.1667], abs=1e-4)
     assert [series.y for series in seeds.series] == [[0.25, 0.20, 0.21], pytest.approx([0.14, 0.15, 0.13])]
@@ -101,13 +101,13 @@ def test_figures_show_the_ladder_the_seeds_and_alpha_with_a_slider(finished):
 
 def test_a_report_finds_the_demo_in_its_store(finished, tmp_path):
     (found,) = demo.results(finished)
-    assert found == demo.run(finished, seeds=3)
+    assert found == demo.run_demo(finished, seeds=3)
     assert demo.results(tmp_path / "empty") == []
 
 
 def test_one_seed_is_refused_because_it_has_no_interval(tmp_path):
     with pytest.raises(UserError, match="seeds is 1"):
-        demo.run(tmp_path, seeds=1)
+        demo.run_demo(tmp_path, seeds=1)
 
 
 def test_a_trial_that_failed_is_named(finished, monkeypatch):
@@ -117,4 +117,4 @@ def test_a_trial_that_failed_is_named(finished, monkeypatch):
     for config in MEASURED:
         store.finish(replace(config, seed=3).key, trial.kind, trial.config, error="the loss is nan\nmore")
     with pytest.raises(UserError, match=r"5 of 20 trials failed; the first: the loss is nan$"):
-        demo.run(finished, seeds=4)
+        demo.run_demo(finished, seeds=4)

@@ -74,13 +74,13 @@ pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::Futu
 
 def test_every_engine_gives_the_same_rows_in_order(tmp_path, engine):
     some = [*SQUARES, Square(number=-1), SQUARES[0]]
-    rows = engines.run(some, tmp_path, engine=engine, runtime=QUIET, workers=2)
+    rows = engines.run_trials(some, tmp_path, engine=engine, runtime=QUIET, workers=2)
     assert [row.result.get("square") for row in rows] == [0, 1, 4, 9, 16, 25, None, 0]
     assert [row.status for row in rows] == ["done"] * 6 + ["failed", "done"]
     assert rows[6].error.startswith("ValueError: negative")
-    assert engines.run(some, tmp_path, engine=engine, runtime=QUIET, workers=2) == rows
+    assert engines.run_trials(some, tmp_path, engine=engine, runtime=QUIET, workers=2) == rows
     assert [starts(tmp_path, trial) for trial in some] == [1] * 8
-    engines.run(some, tmp_path, engine=engine, runtime=QUIET, workers=1, retry=True)
+    engines.run_trials(some, tmp_path, engine=engine, runtime=QUIET, workers=1, retry=True)
     assert [starts(tmp_path, trial) for trial in some] == [1] * 6 + [2, 1]
 
 
@@ -89,7 +89,7 @@ def test_a_killed_worker_is_replaced_and_one_that_always_dies_is_given_up(tmp_pa
     if engine == "ray":
         request.getfixturevalue("ray")
     some = [Square(number=2, deaths=1), Square(number=3, deaths=99), *SQUARES[4:]]
-    rows = engines.run(some, tmp_path, engine=engine, runtime=QUIET, workers=2)
+    rows = engines.run_trials(some, tmp_path, engine=engine, runtime=QUIET, workers=2)
     assert [row.status for row in rows] == ["done", "failed", "done", "done"]
     assert rows[0]["square"] == 4
     assert "its process died" in rows[1].error
@@ -128,8 +128,8 @@ def test_trainings_one_killed_in_the_middle_give_the_table_of_one_process(tmp_pa
         folder = Store(tmp_path / "here").trial_folder(trial.key)
         folder.mkdir(parents=True)
         (folder / "scar").write_text("")
-    expected = engines.run(several, tmp_path / "here", runtime=QUIET)
-    rows = engines.run(several, tmp_path / "there", engine=engine, runtime=QUIET, workers=2)
+    expected = engines.run_trials(several, tmp_path / "here", runtime=QUIET)
+    rows = engines.run_trials(several, tmp_path / "there", engine=engine, runtime=QUIET, workers=2)
     assert [row.status for row in rows] == ["done"] * 2 * seeds, [row.error for row in rows]
     assert [row.result for row in rows] == [row.result for row in expected]
     (killed,) = (tmp_path / "there").glob("trials/*/scar")
@@ -138,11 +138,11 @@ def test_trainings_one_killed_in_the_middle_give_the_table_of_one_process(tmp_pa
 
 def test_two_programs_share_a_grid_and_nothing_runs_twice(tmp_path):
     def other():
-        engines.run(SQUARES[::-1], tmp_path, runtime=QUIET)
+        engines.run_trials(SQUARES[::-1], tmp_path, runtime=QUIET)
 
     thread = threading.Thread(target=other)
     thread.start()
-    rows = engines.run(SQUARES, tmp_path, runtime=QUIET)
+    rows = engines.run_trials(SQUARES, tmp_path, runtime=QUIET)
     thread.join()
     assert [row["square"] for row in rows] == [0, 1, 4, 9, 16, 25]
     assert all(starts(tmp_path, trial) == 1 for trial in SQUARES)
@@ -163,7 +163,7 @@ class Sleep(Trial):
         time.sleep(600)
 
 if __name__ == "__main__":
-    engines.run(grid(Sleep(), seed=range(4)), sys.argv[1], engine=sys.argv[2], workers=2, show=False)
+    engines.run_trials(grid(Sleep(), seed=range(4)), sys.argv[1], engine=sys.argv[2], workers=2, show=False)
 """
 
 
@@ -192,13 +192,15 @@ def test_ctrl_c_stops_cleanly(tmp_path, engine):
 
 
 def test_cores_are_divided_and_not_oversubscribed(tmp_path):
-    rows = engines.run(SQUARES[:2], tmp_path, engine="processes", runtime=replace(QUIET, threads=None), workers=2)
+    rows = engines.run_trials(
+        SQUARES[:2], tmp_path, engine="processes", runtime=replace(QUIET, threads=None), workers=2
+    )
     cores = len(os.sched_getaffinity(0))
     assert {row.provenance["machine"]["threads"] for row in rows} == {max(1, cores // 2)}
 
 
 def test_the_grid_is_shown_as_it_goes(tmp_path, capsys):
-    engines.run([*SQUARES[:2], Square(number=-1)], tmp_path, runtime=QUIET, show=True)
+    engines.run_trials([*SQUARES[:2], Square(number=-1)], tmp_path, runtime=QUIET, show=True)
     shown = capsys.readouterr().err
     assert "3/3" in shown
     assert "1 failed" in shown
@@ -213,4 +215,4 @@ def test_the_grid_is_shown_as_it_goes(tmp_path, capsys):
 )
 def test_engines_that_cannot_be(tmp_path, options, words):
     with pytest.raises(UserError, match=words):
-        engines.run(SQUARES, tmp_path, **options)
+        engines.run_trials(SQUARES, tmp_path, **options)

@@ -75,8 +75,8 @@ def test_a_grid_is_every_combination():
 def test_a_finished_trial_never_runs_twice(tmp_path):
     trial = Division(above=6, below=4)
     parts = []
-    first = trials.run(trial, tmp_path, progress=parts.append)
-    second = trials.run(trial, tmp_path, retry=True)
+    first = trials.run_trial(trial, tmp_path, progress=parts.append)
+    second = trials.run_trial(trial, tmp_path, retry=True)
     assert first == second
     assert first["quotient"] == 1.5
     assert first.config == {"seed": 0, "above": 6, "below": 4, "options": []}
@@ -86,26 +86,26 @@ def test_a_finished_trial_never_runs_twice(tmp_path):
 
 def test_a_failed_trial_keeps_its_error_and_is_retried_on_demand(tmp_path):
     trial = Division(below=0)
-    row = trials.run(trial, tmp_path)
+    row = trials.run_trial(trial, tmp_path)
     assert row.status == "failed"
     assert row.error.startswith("ZeroDivisionError: float division by zero")
     assert "test_trials.py" in row.error
-    assert trials.run(trial, tmp_path) == row
+    assert trials.run_trial(trial, tmp_path) == row
     assert runs(tmp_path, trial) == 1
-    assert trials.run(trial, tmp_path, retry=True).attempts == 2
+    assert trials.run_trial(trial, tmp_path, retry=True).attempts == 2
     assert runs(tmp_path, trial) == 2
 
 
 def test_a_trial_that_another_process_runs_is_left_to_it(tmp_path):
     trial = Division()
     with Store(tmp_path).claim(trial.key):
-        row = trials.run(trial, tmp_path, wait=False)
+        row = trials.run_trial(trial, tmp_path, wait=False)
     assert row.status == "running"
-    assert trials.run(trial, tmp_path, wait=False).status == "done"
+    assert trials.run_trial(trial, tmp_path, wait=False).status == "done"
 
 
 def test_every_row_says_where_it_came_from(tmp_path):
-    row = trials.run(Division(seed=4), tmp_path, trials.Runtime(threads=1))
+    row = trials.run_trial(Division(seed=4), tmp_path, trials.Runtime(threads=1))
     found = row.provenance
     assert found["seed"] == 4
     assert found["versions"]["torch"]
@@ -125,6 +125,6 @@ def test_an_interrupted_trial_is_not_a_failed_one(tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        trials.run(Stopped(), tmp_path)
+        trials.run_trial(Stopped(), tmp_path)
     assert Store(tmp_path).get(Stopped().key).status == "running"
-    assert trials.run(replace(Division(), seed=8), tmp_path).status == "done"
+    assert trials.run_trial(replace(Division(), seed=8), tmp_path).status == "done"

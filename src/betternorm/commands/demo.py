@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    result = demo.run(arguments.output, arguments.seeds, arguments.processes, False if arguments.quiet else None)
+    result = demo.run_demo(arguments.output, arguments.seeds, arguments.processes, False if arguments.quiet else None)
     written = page.write([result], Path(arguments.output) / "report.html", "betternorm: the demo").resolve()
     if arguments.json:
         found = {"page": str(written), "tables": result.tables, "verdicts": result.verdicts}

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from betternorm.cli import OK, UserError
-from betternorm.lab import demo, experiments
-from betternorm.lab.report import files, page, shared
+from betternorm.lab import demo
+from betternorm.lab.experiments import registry, runner
+from betternorm.lab.experiments.scales import SCALES
+from betternorm.lab.report import files, labels, page
 from betternorm.lab.results import Result, Verdict
 from betternorm.progress import track
 from betternorm.tables import table
@@ -29,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="FOLDER", help="of the store, as reproduce and demo name it")
     parser.add_argument("--output", "--out", dest="out", metavar="FILE", help="the page (FOLDER/report.html)")
     parser.add_argument("--files", metavar="FOLDER", help="write figures, tables, Markdown and raw rows there as well")
-    parser.add_argument("--scale", nargs="+", choices=experiments.SCALES, help="only experiments at these scales")
+    parser.add_argument("--scale", nargs="+", choices=SCALES, help="only experiments at these scales")
     parser.add_argument("--title", default="Improving batch normalisation, reproduced", help="of the page")
     parser.add_argument("--json", action="store_true", help="print what was written and all verdicts as JSON")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
@@ -49,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         told = [{"name": one.name, "scale": one.scale, "verdicts": one.verdicts} for one in results]
         print(json.dumps({"written": written, "experiments": told}, default=_plain, indent=2, ensure_ascii=False))
         return OK
-    rows = [[one.name, one.scale, len(one.rows), shared.tally(one.verdicts)] for one in results]
+    rows = [[one.name, one.scale, len(one.rows), labels.tally(one.verdicts)] for one in results]
     show(table(["experiment", "scale", "trials", "claims"], rows))
     print("", *written, sep="\n")
     return OK
@@ -57,8 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def collect(folder: Path, scales: list[str] | None = None, watched: bool | None = None) -> list[Result]:
     """All results that a store has rows for: the experiments at their scales, and the demo where none is asked for."""
-    wanted = [(name, scale) for scale in scales or experiments.SCALES for name in experiments.NAMES]
-    found = [experiments.results(folder, scale, [name]) for name, scale in track(wanted, "reading", show=watched)]
+    wanted = [(name, scale) for scale in scales or SCALES for name in registry.NAMES]
+    found = [runner.results(folder, scale, [name]) for name, scale in track(wanted, "reading", show=watched)]
     if not scales:
         found.append(demo.results(folder))
     results = [result for results in found for result in results]

@@ -9,9 +9,9 @@ from dataclasses import asdict
 from typing import Any
 
 from betternorm.cli import FINDING, OK, UserError
-from betternorm.commands import running
-from betternorm.lab import experiments
-from betternorm.lab.experiments import plan
+from betternorm.commands import run_options
+from betternorm.lab.experiments import plan, registry, runner, saved_rows
+from betternorm.lab.experiments.scales import SCALES
 from betternorm.lab.results import Result
 from betternorm.lab.store import FAILED, Store
 from betternorm.lab.trials import process_rank
@@ -19,8 +19,8 @@ from betternorm.tables import table
 from betternorm.terminal import show
 
 EXAMPLES = f"""experiments:
-  {", ".join(experiments.NAMES[:6])},
-  {", ".join(experiments.NAMES[6:])}
+  {", ".join(registry.NAMES[:6])},
+  {", ".join(registry.NAMES[6:])}
 
 examples:
   betternorm reproduce all                                      digits, in minutes: does everything run here?
@@ -35,7 +35,7 @@ A command that was stopped goes on when it is given again; a trial that is finis
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     parser.add_argument("names", nargs="+", metavar="NAME", help="experiments, or all")
-    parser.add_argument("--scale", choices=experiments.SCALES, default="smoke", help="how large (smoke)")
+    parser.add_argument("--scale", choices=SCALES, default="smoke", help="how large (smoke)")
     parser.add_argument("--seeds", type=int, help="runs of every arm (each experiment's own number)")
     parser.add_argument("--plan", action="store_true", help="say what it would take, and run nothing")
     parser.add_argument("--output", "--folder", dest="folder", help="folder of the store (reproduction-SCALE)")
@@ -44,15 +44,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     own = parser.add_argument_group("alpha-imagenet on networks and images of your own")
     own.add_argument("--network", nargs="+", default=[], metavar="SPEC=WEIGHTS", help="timm:NAME alone fetches weights")
-    own.add_argument("--images", help="a folder with a folder a class, or .npz")
+    own.add_argument("--images", help="a folder with one folder per class, or .npz")
     own.add_argument("--image-size", type=int, help="side that the networks see (224)")
     how = parser.add_argument_group("where and how")
-    running.add_arguments(how, retry=False)
+    run_options.add_arguments(how, retry=False)
     how.add_argument("--json", action="store_true", help="print tables and verdicts as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    names = experiments.chosen(arguments.names)
+    names = registry.chosen(arguments.names)
     folder = arguments.folder or f"reproduction-{arguments.scale}"
     if arguments.plan:
         bars = False if arguments.quiet else None
@@ -61,9 +61,9 @@ def run(arguments: argparse.Namespace) -> int:
     own = _own_arms(names, arguments) if arguments.network or arguments.images else None
     store = Store(folder)
     if arguments.pages:
-        experiments.restore(arguments.pages, arguments.scale, store)
-    how = running.given(arguments)
-    results = experiments.run(names, arguments.scale, folder, seeds=arguments.seeds, own=own, **how)
+        saved_rows.restore(arguments.pages, arguments.scale, store)
+    how = run_options.engine_options(arguments)
+    results = runner.reproduce(names, arguments.scale, folder, seeds=arguments.seeds, own=own, **how)
     if process_rank() > 0:
         return OK
     if arguments.json:
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     return FINDING if any(row.status == FAILED for row in store.rows(status=FAILED)) else OK
 
 
-def _own_arms(names: list[str], arguments: argparse.Namespace) -> experiments.Arms:
+def _own_arms(names: list[str], arguments: argparse.Namespace) -> registry.Arms:
     from betternorm.lab.experiments.alpha_imagenet import own_arms
 
     if names != ["alpha-imagenet"] or not (arguments.network and arguments.images):
@@ -89,7 +89,7 @@ def write_pages(folder: str, scale: str, pages: str) -> None:
     from betternorm.lab.report import files
 
     store = Store(folder)
-    written = files.write([experiments.result(name, scale, store) for name in experiments.NAMES], pages)
+    written = files.write([runner.result(name, scale, store) for name in registry.NAMES], pages)
     print(f"{len(written)} files in {pages}, from {written[0]}", file=sys.stderr)
 
 

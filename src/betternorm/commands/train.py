@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 from betternorm.cli import FINDING, OK, UserError
-from betternorm.commands import running
+from betternorm.commands import run_options
 from betternorm.lab import engines, stats
 from betternorm.lab.store import DONE, Row, Store
 from betternorm.lab.training import JUDGED_BY, Config
@@ -32,14 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what is trained")
     for item in fields(Config):
         if item.name not in ("seed", "norm_options"):
-            running.add_field(what, item, Config, item.metadata["help"])
+            run_options.add_field(what, item, Config, item.metadata["help"])
     what.add_argument(
         "--norm-option", action="append", default=[], metavar="NAME=VALUE", help="an option of --norm; may be repeated"
     )
     what.add_argument("--seed", type=int, nargs="+", default=[0], help="one run for each (0)")
     how = parser.add_argument_group("where and how")
     how.add_argument("--output", default="runs", help="folder of the store (runs)")
-    running.add_arguments(how, retry=True)
+    run_options.add_arguments(how, retry=True)
     how.add_argument("--export", metavar="FILE", help="write all rows of the store to .csv or .parquet")
     how.add_argument("--json", action="store_true", help="print the rows as JSON")
 
@@ -47,7 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     values = {item.name: getattr(arguments, item.name) for item in fields(Config) if hasattr(arguments, item.name)}
     values |= {"seed": arguments.seed[0], "norm_options": dict(map(_option, arguments.norm_option))}
-    rows = engines.run(grid(Config(**values), seed=arguments.seed), arguments.output, **running.given(arguments))
+    rows = engines.run_trials(
+        grid(Config(**values), seed=arguments.seed), arguments.output, **run_options.engine_options(arguments)
+    )
     if process_rank() > 0:
         return OK
     if arguments.export:
@@ -55,13 +57,13 @@ def run(arguments: argparse.Namespace) -> int:
     done = [row for row in rows if row.status == DONE]
     failed = [row for row in rows if row.status != DONE]
     if failed and len(rows) == 1:
-        raise UserError(failed[0].error if arguments.debug else failed[0].error.splitlines()[0])
+        raise UserError(failed[0].error if arguments.debug else failed[0].reason)
     if arguments.json:
         print(json.dumps([row.flat() for row in rows], indent=2))
     else:
         show(report(done))
         for row in failed:
-            print(f"seed {row['seed']} failed: {row.error.splitlines()[0]}")
+            print(f"seed {row['seed']} failed: {row.reason}")
     return FINDING if failed else OK
 
 
@@ -89,4 +91,4 @@ def _option(text: str) -> tuple[str, Any]:
     name, equals, word = text.partition("=")
     if not (name and equals and word):
         raise UserError(f"--norm-option is {text!r}; write it as NAME=VALUE, like ghost_size=16")
-    return name, running.value(word)
+    return name, run_options.parse_value(word)

@@ -1,7 +1,7 @@
 """The demo: a small residual network on few images, with plain batch norm and with the paper's four improvements.
 
 Two hundred training images of scikit-learn's digits, without augmentation, are few enough to overfit: the regime was
-picked for that, because it is where what regularises helps. Of batch sizes 40, 64 and 100 and ghosts of 4 and 8, with
+picked for that, because it is where what regularises helps. Of batch sizes 40, 64 and 100 and ghost sizes 4 and 8, with
 four seeds each, validation data chose 40, the best for plain batch norm too, and 4. What is reported is the test data.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from betternorm.cli import UserError
 from betternorm.lab import engines, stats
-from betternorm.lab.experiments import suite
+from betternorm.lab.experiments import claims, findings
 from betternorm.lab.results import Figure, Outcome, Result, Series, Table, Verdict
 from betternorm.lab.store import DONE, Row, Store
 from betternorm.lab.training import Config
@@ -53,7 +53,7 @@ class Step:
 
 LADDER = (
     Step("batch norm", PLAIN),
-    Step("+ ghosts of 4", GHOST),
+    Step("+ ghost size 4", GHOST),
     Step("+ decay on gamma and beta", DECAYED),
     Step("+ alpha tuned", DECAYED, tuned=True),
 )
@@ -61,17 +61,17 @@ SMALL_BATCH = (Step("group norm", GROUP, tuned=True), Step("batch group norm", B
 
 
 @dataclass(frozen=True)
-class Metric:
+class Score:
     """A number that a network is judged by on test data: its name in a row, its label, its places, what is better."""
 
     name: str
     label: str
     places: str
-    better: suite.Region
+    better: claims.Region
 
     def of(self, step: Step, rows: Rows) -> list[float]:
         name = f"test_{self.name}{'_tuned' if step.tuned else ''}"
-        return [suite.scaled(name, row[name]) for row in rows[step.config]]
+        return [findings.scaled(name, row[name]) for row in rows[step.config]]
 
     def summary(self, step: Step, rows: Rows) -> str:
         return f"{stats.summary(self.of(step, rows)):{self.places}}"
@@ -88,22 +88,22 @@ class Metric:
     def compare(self, claim: str, before: Step, after: Step, rows: Rows) -> Verdict:
         found = stats.paired(self.of(after, rows), self.of(before, rows))
         evidence = f"{self.summary(after, rows)} against {self.summary(before, rows)}: difference {found:{self.places}}"
-        return suite.judge(claim, found.interval, self.better, f"{evidence}, P = {found.p:.2g}, paired t-test")
+        return claims.judge(claim, found.interval, self.better, f"{evidence}, P = {found.p:.2g}, paired t-test")
 
 
 Rows = Mapping[Config, Sequence[Row]]  # of each configuration, a row for every seed, in order
-ACCURACY = Metric("top1", "accuracy, %", ".2f", suite.MORE)
-LOSS = Metric("cross_entropy", "cross-entropy", ".4f", suite.LESS)
+ACCURACY = Score("top1", "accuracy, %", ".2f", claims.MORE)
+LOSS = Score("cross_entropy", "cross-entropy", ".4f", claims.LESS)
 
 
-def run(
+def run_demo(
     folder: str | os.PathLike[str], seeds: int = SEEDS, workers: int | None = None, show: bool | None = None
 ) -> Result:
     """Train what is not yet in the store of ``folder``, and return what it comes to."""
     if seeds < 2:
         raise UserError(f"seeds is {seeds}; an interval needs 2 or more")
     trials = [replace(config, seed=seed) for seed in range(seeds) for config in _configs()]
-    rows = engines.run(
+    rows = engines.run_trials(
         trials,
         folder,
         engine="processes",
@@ -114,7 +114,7 @@ def run(
     )
     failed = [row for row in rows if row.status != DONE]
     if failed:
-        raise UserError(f"{len(failed)} of {len(rows)} trials failed; the first: {failed[0].error.splitlines()[0]}")
+        raise UserError(f"{len(failed)} of {len(rows)} trials failed; the first: {failed[0].reason}")
     return _result({config: rows[place :: len(_configs())] for place, config in enumerate(_configs())})
 
 
@@ -212,17 +212,17 @@ def _one_at_a_time(rows: Rows) -> Table:
 
 
 def _figures(rows: Rows) -> list[Figure]:
-    alphas = suite.alpha_figures(
+    alphas = findings.alpha_figures(
         "On validation data, by alpha",
-        {"batch norm": rows[PLAIN], "ghosts of 4 and decay": rows[DECAYED]},
+        {"batch norm": rows[PLAIN], "ghost size 4 and decay": rows[DECAYED]},
         within=0.3,
     )
     telling = [figure for figure in alphas if "top-5" not in figure.y_label]  # with ten classes it is near 100 %
     return [*(_ladder(metric, rows) for metric in (ACCURACY, LOSS)), _by_seed(rows), *telling]
 
 
-def _ladder(metric: Metric, rows: Rows) -> Figure:
-    points = suite.curve("mean and interval", {step.name: metric.of(step, rows) for step in LADDER})
+def _ladder(metric: Score, rows: Rows) -> Figure:
+    points = findings.curve("mean and interval", {step.name: metric.of(step, rows) for step in LADDER})
     return Figure(f"Added one at a time: {metric.label}", "", metric.label, [points], kind="bar")
 
 

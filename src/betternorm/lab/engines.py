@@ -20,8 +20,7 @@ from typing import Any
 
 from betternorm.cli import UserError
 from betternorm.lab.store import FAILED, RUNNING, Row, Store
-from betternorm.lab.trials import Runtime, Trial, perform, settled
-from betternorm.lab.trials import run as run_trial
+from betternorm.lab.trials import Runtime, Trial, perform, run_trial, settled
 from betternorm.progress import Bar
 
 ENGINES = ("here", "processes", "ray")
@@ -30,7 +29,7 @@ PRELOADED = ["betternorm.lab.training", "betternorm.lab.fabric"]
 REPORT_EVERY = 0.5  # seconds between a worker's reports
 
 
-def run(
+def run_trials(
     trials: Sequence[Trial],
     folder: str | os.PathLike[str],
     *,
@@ -70,7 +69,7 @@ def run(
             _processes(todo, store, inner, retry, watch, workers)
         else:
             _ray(todo, store, inner, retry, watch, workers, address)
-    rows = {trial: store.get(trial.key) for trial in wanted}
+    rows = {trial: store[trial.key] for trial in wanted}
     return [rows[trial] for trial in trials]
 
 
@@ -147,21 +146,22 @@ def _processes(
                 pool[-1].give(trial, patient)
             wait([item for worker in pool for item in (worker.pipe, worker.process.sentinel)], timeout=1.0)
             for worker in list(pool):
-                trial = worker.trial
-                row = worker.look(watch)
-                if row is not None and row.status == RUNNING:
-                    busy.append(trial)  # another program has it: the others first
-                elif row is not None:
-                    watch.finished(trial, row)
+                given = worker.trial
+                row = worker.receive(watch)
+                if given is not None and row is not None:
+                    if row.status == RUNNING:
+                        busy.append(given)  # another program has it: the others first
+                    else:
+                        watch.finished(given, row)
                 elif not worker.process.is_alive():
                     pool.remove(worker)
-                    _bury(worker, trial, store, deaths, queue, watch)
+                    _replace_dead_worker(worker, given, store, deaths, queue, watch)
     finally:
         for worker in pool:
             worker.stop()
 
 
-def _bury(
+def _replace_dead_worker(
     worker: _Worker, trial: Trial | None, store: Store, deaths: dict[Trial, int], queue: deque[Trial], watch: Watch
 ) -> None:
     """A worker died. Its trial goes on from its checkpoint in another, unless it keeps killing them."""
@@ -175,7 +175,7 @@ def _bury(
         return
     error = f"its process died {LIVES} times, the last time with exit code {code}"
     store.finish(trial.key, trial.kind, trial.config, error=error)
-    watch.finished(trial, store.get(trial.key))
+    watch.finished(trial, store[trial.key])
 
 
 class _Worker:
@@ -193,10 +193,10 @@ class _Worker:
 
     def give(self, trial: Trial, patient: bool) -> None:
         self.trial = trial
-        with contextlib.suppress(OSError):  # dead already: found out on the next look
+        with contextlib.suppress(OSError):  # dead already: found out on the next receive
             self.pipe.send((trial, patient))
 
-    def look(self, watch: Watch) -> Row | None:
+    def receive(self, watch: Watch) -> Row | None:
         """Take what it has sent; the row, if that was among it."""
         try:
             while self.pipe.poll():
@@ -204,7 +204,8 @@ class _Worker:
                 if isinstance(message, Row):
                     self.trial = None
                     return message
-                watch.part(self.trial, message)
+                if self.trial is not None:
+                    watch.part(self.trial, message)
         except (EOFError, OSError):
             self.process.join(5)
         return None
@@ -261,7 +262,8 @@ def _ray(
         gpus = runtime.devices if ray.cluster_resources().get("GPU") and runtime.accelerator != "cpu" else 0
         task = ray.remote(perform).options(num_cpus=threads, num_gpus=gpus, max_retries=LIVES - 1)
         room = max(1, int(ray.cluster_resources().get("CPU", 1)) // threads)
-        queue, busy, flying = deque(todo), deque[Trial](), {}
+        queue, busy = deque(todo), deque[Trial]()
+        flying: dict[Any, tuple[Trial, contextlib.ExitStack]] = {}
         runtime = replace(runtime, threads=threads)
         try:
             while queue or busy or flying:
@@ -288,7 +290,7 @@ def _ray(
                         outcome = {"error": _said_by_ray(problem)}
                     store.finish(trial.key, trial.kind, trial.config, **outcome)
                     claim.close()
-                    watch.finished(trial, store.get(trial.key))
+                    watch.finished(trial, store[trial.key])
         finally:
             for reference, (_, claim) in flying.items():
                 ray.cancel(reference, force=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from typing import Any, cast
 
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,7 +19,7 @@ from betternorm.lab.trials import Runtime
 ready()  # lightning imports torchvision
 
 from lightning.fabric import Fabric  # noqa: E402
-from lightning.fabric.strategies import DDPStrategy  # noqa: E402
+from lightning.fabric.strategies.ddp import DDPStrategy  # noqa: E402
 
 
 def launch(precision: str, runtime: Runtime) -> Fabric:
@@ -30,14 +31,15 @@ def launch(precision: str, runtime: Runtime) -> Fabric:
     # Buffers are not broadcast from the first process at each step: that would throw the others' statistics away.
     known = inspect.signature(DistributedDataParallel).parameters
     switch = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-    strategy = DDPStrategy(**{switch: False}) if devices * nodes > 1 else "auto"
+    options: dict[str, Any] = {switch: False}
+    strategy = DDPStrategy(**options) if devices * nodes > 1 else "auto"
     try:
         fabric = Fabric(
             accelerator=runtime.accelerator,
             devices=devices,
             num_nodes=nodes,
             strategy=strategy,
-            precision=precision,
+            precision=cast(Any, precision),  # Fabric checks it
         )
     except (ValueError, RuntimeError) as problem:
         raise UserError(f"Lightning Fabric refuses: {' '.join(str(problem).split())}") from problem

@@ -6,6 +6,7 @@ Each has a function that swaps the batch norm layers of a new network, for ``nor
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +19,10 @@ class GroupNormBase(GroupedBatchNorm):
     """Group Norm that keeps moving averages, to be disturbed in training; at inference it is Group Norm.
 
     Args:
-        num_groups: of channels; more than there are means one channel a group.
+        num_groups: of channels; more than there are means one channel per group.
     """
+
+    momentum: float
 
     def __init__(self, num_features: int, num_groups: int = 8) -> None:
         super().__init__(num_features, channels_in_group(num_groups, num_features), 1, alpha=1.0)
@@ -30,6 +33,8 @@ class NoisyGroupNorm(GroupNormBase):
 
     How much they differ is a moving average, so the noise does not depend on the batch at hand.
     """
+
+    spread: Tensor
 
     def __init__(self, num_features: int, num_groups: int = 8, strength: float = 0.25) -> None:
         super().__init__(num_features, num_groups)
@@ -83,14 +88,14 @@ class ChangingGroupNorm(GroupNormBase):
         self.channels_per_group = channels_in_group(groups, self.num_features)
         return super()._normalise_batch(input)
 
-    def _load_from_state_dict(self, *arguments: object) -> None:
+    def _load_from_state_dict(self, *arguments: Any) -> None:
         super()._load_from_state_dict(*arguments)
         if int(self.num_batches_tracked) >= self.steps:
             self.channels_per_group = channels_in_group(self.last, self.num_features)
 
 
 class EvenGroupNorm(GroupNormBase):
-    """As many channels a group as give ``elements`` values, height x width x channels, or the nearest that divides."""
+    """As many channels per group as give ``elements`` values, height x width x channels, or the nearest divisor."""
 
     def __init__(self, num_features: int, elements: int = 1024) -> None:
         super().__init__(num_features, 1)
@@ -109,6 +114,11 @@ class SwitchableNorm(nn.BatchNorm2d):
     Means and variances have weights of their own, a softmax over three numbers a layer. At inference the batch's part
     comes from moving averages.
     """
+
+    momentum: float
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
 
     def __init__(self, num_features: int) -> None:
         super().__init__(num_features)
@@ -136,11 +146,11 @@ class SwitchableNorm(nn.BatchNorm2d):
         return torch.addcmul(self.bias.view(-1, 1, 1), normal, self.weight.view(-1, 1, 1))
 
 
-def noisy_group(model: nn.Module, **options: float) -> nn.Module:
+def noisy_group(model: nn.Module, **options: Any) -> nn.Module:
     return _swap(model, lambda channels: NoisyGroupNorm(channels, **options))
 
 
-def random_group(model: nn.Module, **options: float) -> nn.Module:
+def random_group(model: nn.Module, **options: Any) -> nn.Module:
     return _swap(model, lambda channels: RandomGroupNorm(channels, **options))
 
 

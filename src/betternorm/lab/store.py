@@ -55,6 +55,11 @@ class Row:
     def __getitem__(self, name: str) -> Any:
         return self.result[name] if name in self.result else self.config[name]
 
+    @property
+    def reason(self) -> str:
+        """Why it failed, in one line; empty where it did not."""
+        return (self.error or "").partition("\n")[0]
+
     def flat(self) -> dict[str, Any]:
         """One level: configuration, result, and provenance under its own prefix."""
         provenance = {f"provenance_{name}": value for name, value in self.provenance.items()}
@@ -87,6 +92,13 @@ class Store:
     def trial_folder(self, key: str) -> Path:
         """Where a trial keeps its checkpoint and whatever else it writes."""
         return self.folder / "trials" / key
+
+    def __getitem__(self, key: str) -> Row:
+        """The row of a trial that has been started."""
+        row = self.get(key)
+        if row is None:
+            raise KeyError(f"{self.path} has no trial {key}")
+        return row
 
     def get(self, key: str) -> Row | None:
         with self._open() as connection:

@@ -77,7 +77,7 @@ class Trial:
         ...
         ...     def run(self, folder, runtime, progress):
         ...         return {"sum": sum(self.numbers)}
-        >>> run(Sum(numbers=(1, 2)), "runs")["sum"]
+        >>> run_trial(Sum(numbers=(1, 2)), "runs")["sum"]
         3
     """
 
@@ -121,7 +121,7 @@ def grid(base: T, **axes: Iterable[Any]) -> list[T]:
     ]
 
 
-def run(
+def run_trial(
     trial: Trial,
     folder: str | os.PathLike[str],
     runtime: Runtime | None = None,
@@ -149,7 +149,7 @@ def run(
         store.start(trial.key, trial.kind, trial.config)
         outcome = perform(trial, store.trial_folder(trial.key), runtime, progress)
         store.finish(trial.key, trial.kind, trial.config, **outcome)
-    return store.get(trial.key)
+    return store[trial.key]
 
 
 def process_rank() -> int:

@@ -15,9 +15,9 @@ from PIL import Image
 
 from betternorm.cli import main
 from betternorm.integrations.models import load_model
-from betternorm.lab import engines, experiments
-from betternorm.lab.experiments import plan
-from betternorm.lab.experiments.tasks import steps
+from betternorm.lab import engines
+from betternorm.lab.experiments import plan, registry, runner
+from betternorm.lab.experiments.scales import steps
 from betternorm.lab.results import Outcome
 from betternorm.lab.store import DONE, Store
 from betternorm.lab.training import Config
@@ -49,9 +49,9 @@ def test_an_experiment_ends_in_table_figure_and_verdicts(name, tmp_path, capsys)
     """Two here, quickly; all of them in the slow tests."""
     folder, pages = tmp_path / "store", tmp_path / "pages"
     assert reproduce(name, "--folder", folder, "--pages", pages) == 0
-    check(experiments.result(name, "smoke", Store(folder)))
+    check(runner.result(name, "smoke", Store(folder)))
     printed = capsys.readouterr().out
-    assert experiments.module(name).TITLE in printed
+    assert registry.module(name).TITLE in printed
     assert re.search(r"^(SEEN|NOT SEEN|NOT DECIDED AT THIS SCALE): ", printed, re.MULTILINE)
     assert (pages / f"{name}.md").is_file()
     assert (pages / name / "figure-1.svg").is_file()
@@ -61,7 +61,7 @@ def test_an_experiment_ends_in_table_figure_and_verdicts(name, tmp_path, capsys)
     elsewhere = tmp_path / "elsewhere"
     assert reproduce(name, "--folder", elsewhere, "--pages", pages) == 0
     assert {row.key: row.result for row in Store(elsewhere).rows() if row.key in rows}.keys() <= rows.keys()
-    first, second = (experiments.result(name, "smoke", Store(one)) for one in (folder, elsewhere))
+    first, second = (runner.result(name, "smoke", Store(one)) for one in (folder, elsewhere))
     assert first.tables == second.tables
     assert first.verdicts == second.verdicts
 
@@ -69,7 +69,7 @@ def test_an_experiment_ends_in_table_figure_and_verdicts(name, tmp_path, capsys)
 def test_fewer_seeds_and_unknown_names(tmp_path, capsys):
     assert reproduce("nothing", "--folder", tmp_path) == 2
     assert "there is no experiment 'nothing'" in capsys.readouterr().err
-    found = experiments.run(["alpha-groupnorm"], "smoke", tmp_path, seeds=1, runtime=ONE_THREAD, show=False)
+    found = runner.reproduce(["alpha-groupnorm"], "smoke", tmp_path, seeds=1, runtime=ONE_THREAD, show=False)
     assert [len(one.rows) for one in found] == [1]
     assert {verdict.outcome for verdict in found[0].verdicts} == {Outcome.UNDECIDED}
 
@@ -133,7 +133,7 @@ def test_killed_in_the_middle_and_restarted_gives_the_same_table(tmp_path):
     assert 2 <= len(before) < 6
     assert reproduce("ghost-size", "--folder", tmp_path / "killed") == 0
     assert reproduce("ghost-size", "--folder", tmp_path / "whole") == 0
-    killed, whole = (experiments.result("ghost-size", "smoke", Store(tmp_path / one)) for one in ("killed", "whole"))
+    killed, whole = (runner.result("ghost-size", "smoke", Store(tmp_path / one)) for one in ("killed", "whole"))
     assert killed.tables == whole.tables
     assert killed.verdicts == whole.verdicts
     # What was finished before was not run again.
@@ -145,9 +145,9 @@ def test_killed_in_the_middle_and_restarted_gives_the_same_table(tmp_path):
 @pytest.mark.parametrize("name", ["ghost-size", "transfer"])
 def test_engines_give_the_same_rows(name, engine, tmp_path):
     """Of transfer too, whose trials need a network that only one of them trains."""
-    wanted = [trial for arm in experiments.trials(name, "smoke", 1).values() for trial in arm]
-    here = engines.run(wanted, tmp_path / "here", runtime=ONE_THREAD, show=False)
-    there = engines.run(wanted, tmp_path / "there", engine=engine, runtime=ONE_THREAD, workers=2, show=False)
+    wanted = [trial for arm in registry.trials_of(name, "smoke", 1).values() for trial in arm]
+    here = engines.run_trials(wanted, tmp_path / "here", runtime=ONE_THREAD, show=False)
+    there = engines.run_trials(wanted, tmp_path / "there", engine=engine, runtime=ONE_THREAD, workers=2, show=False)
     assert [row.status for row in there] == [DONE] * len(wanted)
     assert [(row.key, row.result) for row in here] == [(row.key, row.result) for row in there]
 
@@ -155,8 +155,8 @@ def test_engines_give_the_same_rows(name, engine, tmp_path):
 @pytest.mark.slow
 def test_all_experiments_at_smoke_scale(tmp_path):
     assert reproduce("all", "--folder", tmp_path / "store", "--pages", tmp_path / "pages") == 0
-    found = experiments.results(tmp_path / "store", "smoke")
-    assert [result.name for result in found] == list(experiments.NAMES)
+    found = runner.results(tmp_path / "store", "smoke")
+    assert [result.name for result in found] == list(registry.NAMES)
     for result in found:
         check(result)
         assert (tmp_path / "pages" / f"{result.name}.md").is_file()
@@ -183,11 +183,11 @@ def shrunk(trial, weights):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", experiments.NAMES)
+@pytest.mark.parametrize("name", registry.NAMES)
 def test_the_code_of_the_papers_scale_runs(name, tmp_path):
     """A step or two of the first trial of every kind and network, on stand-in data of the right shape."""
     kinds = {}
-    for label, (trial, *_) in experiments.trials(name, "paper", 1).items():
+    for label, (trial, *_) in registry.trials_of(name, "paper", 1).items():
         method = label[1] if len(label) > 1 and isinstance(label[1], str) else ""
         kinds.setdefault((trial.kind, getattr(trial, "network", ""), method), trial)
     for trial in kinds.values():
@@ -200,5 +200,5 @@ def test_the_code_of_the_papers_scale_runs(name, tmp_path):
             network = getattr(trial, "network", "resnet152").partition(".")[0]
             spec = {"resnet152": "timm:resnet152"}.get(network, network)
             torch.save(load_model(spec).state_dict(), weights)
-        (row,) = engines.run([shrunk(trial, weights)], tmp_path / "store", runtime=ONE_THREAD, show=False)
+        (row,) = engines.run_trials([shrunk(trial, weights)], tmp_path / "store", runtime=ONE_THREAD, show=False)
         assert row.status == DONE, row.error

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from betternorm.lab.report import files, shared
+from betternorm.lab.report import charts, files
 from betternorm.lab.results import Figure, Series
 
 from . import examples
@@ -123,7 +123,7 @@ def test_a_line_between_bars_of_a_cell_does_not_break_the_table():
 )
 def test_bars_start_at_zero_or_are_no_bars(values, from_zero):
     figure = Figure("f", "x", "y", [Series("s", ["a", "b"], values)], kind="bar")
-    assert shared.starts_at_zero(figure) == from_zero
+    assert charts.starts_at_zero(figure) == from_zero
     axes = files.draw(figure).axes[0]
     assert bool(axes.patches) == from_zero
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 
 from betternorm.cli import UserError
-from betternorm.lab.report import page, shared
+from betternorm.lab.report import charts, page
 from betternorm.lab.results import Figure, Series, Table
 
 from . import examples
@@ -105,7 +105,7 @@ def test_every_number_of_a_figure_is_in_a_table_too(read):
     cells = read.texts("td")
     for result in examples.results():
         for figure in result.figures:
-            for row in shared.numbers(figure).rows:
+            for row in charts.numbers(figure).rows:
                 assert all(page.shown(value) in cells for value in row)
 
 
@@ -204,7 +204,7 @@ def test_a_table_that_has_nothing_yet_says_so():
 
 def test_series_can_be_told_apart_in_both_schemes():
     for ground, scheme in (("#fbfaf7", 0), ("#ffffff", 0), ("#14171b", 1), ("#1b1f25", 1)):
-        for pair in shared.COLOURS:
+        for pair in charts.COLOURS:
             assert contrast(pair[scheme], ground) >= 4.5, (pair[scheme], ground)
 
 

@@ -2,14 +2,14 @@
 
 The paper claims: the smaller the ghosts, the more is gained by weighing the example at inference, and the larger the
 best alpha; the gain comes on top of that of the ghosts; the best alpha for accuracy and for cross-entropy may differ
-wildly. Expect little gain for batch norm and several points for ghosts of 2 to 4. The networks are those of
+wildly. Expect little gain for batch norm and several points for ghost sizes 2 to 4. The networks are those of
 ``ghost-size``.
 """
 
 from __future__ import annotations
 
-from betternorm.lab.experiments import ghost_size, suite
-from betternorm.lab.experiments.suite import Findings, Runs
+from betternorm.lab.experiments import claims, findings, ghost_size
+from betternorm.lab.experiments.findings import Findings, FinishedRuns
 from betternorm.lab.results import Table, Verdict
 
 TITLE = "Alpha and ghost size together"
@@ -20,32 +20,34 @@ HEADERS = ["data", "ghost size", "metric", "as trained", "alpha tuned", "gain", 
 METRICS = {"test_top1": "test top-1, %", "test_cross_entropy": "test cross-entropy"}
 
 
-def conclude(runs: Runs) -> Findings:
+def conclude(runs: FinishedRuns) -> Findings:
     rows, figures, verdicts = [], [], []
     for task in runs.names():
-        sizes = runs.names(1, at0=task)
+        sizes = runs.names(1, first=task)
         for size in sizes:
             for metric, words in METRICS.items():
                 label, tuned = (task, size), f"{metric}_tuned"
-                before, after = runs.values(label, metric), runs.values(label, tuned)
-                gains, alphas = runs.pairs(label, tuned, metric), runs.values(label, metric.replace("test", "alpha"))
-                rows.append([task, size, words, *map(suite.cell, (before, after, gains, alphas))])
-        curves = {f"ghosts of {size}": runs[task, size] for size in sizes}
-        figures += suite.alpha_figures(f"{task}, alpha by ghost size", curves)
+                before, after = runs.numbers(label, metric), runs.numbers(label, tuned)
+                gains, alphas = runs.pairs(label, tuned, metric), runs.numbers(label, metric.replace("test", "alpha"))
+                rows.append([task, size, words, *map(findings.cell, (before, after, gains, alphas))])
+        curves = {f"ghost size {size}": runs[task, size] for size in sizes}
+        figures += findings.alpha_figures(f"{task}, alpha by ghost size", curves)
         verdicts += _verdicts(runs, task, sizes)
     notes = "Alpha is tuned for cross-entropy on validation data; the table reads the test data, which nothing chose."
     return Findings([Table("What alpha adds", HEADERS, rows)], figures, verdicts, notes)
 
 
-def _verdicts(runs: Runs, task: str, sizes: list[int]) -> list[Verdict]:
+def _verdicts(runs: FinishedRuns, task: str, sizes: list[int]) -> list[Verdict]:
     whole, smallest = (task, sizes[0]), (task, sizes[-1])
-    top1 = [runs.pairs(label, "test_top1_tuned", "test_top1") for label in (smallest, whole)]
-    loss = [runs.pairs(label, "test_cross_entropy_tuned", "test_cross_entropy") for label in (smallest, whole)]
-    alphas = [runs.values(label, "alpha_cross_entropy") for label in (smallest, whole)]
-    named = f"with ghosts of {sizes[-1]} than with batch norm"
+    top1, top1_whole = (runs.pairs(label, "test_top1_tuned", "test_top1") for label in (smallest, whole))
+    loss, loss_whole = (
+        runs.pairs(label, "test_cross_entropy_tuned", "test_cross_entropy") for label in (smallest, whole)
+    )
+    alphas, alphas_whole = (runs.numbers(label, "alpha_cross_entropy") for label in (smallest, whole))
+    named = f"with ghost size {sizes[-1]} than with batch norm"
     return [
-        suite.gain(f"{task}: alpha raises test top-1 with ghosts of {sizes[-1]}", runs, smallest, "test_top1"),
-        suite.compare(f"{task}: alpha gains more test top-1 {named}", *top1),
-        suite.compare(f"{task}: alpha lowers test cross-entropy more {named}", *loss, suite.LESS),
-        suite.compare(f"{task}: the best alpha for cross-entropy is larger {named}", *alphas),
+        claims.gain(f"{task}: alpha raises test top-1 with ghost size {sizes[-1]}", runs, smallest, "test_top1"),
+        claims.compare(f"{task}: alpha gains more test top-1 {named}", top1, top1_whole),
+        claims.compare(f"{task}: alpha lowers test cross-entropy more {named}", loss, loss_whole, claims.LESS),
+        claims.compare(f"{task}: the best alpha for cross-entropy is larger {named}", alphas, alphas_whole),
     ]

@@ -7,9 +7,9 @@ and the best alpha between 0.7 and 1. The layers keep averages of x and x² in t
 
 from __future__ import annotations
 
-from betternorm.lab.experiments import suite
-from betternorm.lab.experiments.suite import Findings, Label, Runs
-from betternorm.lab.experiments.tasks import CALTECH101, TASKS, groups, with_norm
+from betternorm.lab.experiments import claims, findings
+from betternorm.lab.experiments.findings import Findings, FinishedRuns, Label
+from betternorm.lab.experiments.scales import CALTECH101, TASKS, groups, with_norm
 from betternorm.lab.results import Table
 from betternorm.lab.trials import Trial
 
@@ -27,33 +27,33 @@ def arms(scale: str) -> dict[Label, Trial]:
     return {(task,): with_norm(config, "group", num_groups=groups(config, scale)) for task, config in tasks.items()}
 
 
-def conclude(runs: Runs) -> Findings:
+def conclude(runs: FinishedRuns) -> Findings:
     rows, verdicts = [], []
     for task in runs.names():
         for metric, words in METRICS.items():
             names = (metric, f"{metric}_tuned", metric.replace("test", "alpha"))
-            rows.append([task, words, *(suite.cell(runs.values((task,), name)) for name in names)])
+            rows.append([task, words, *(findings.cell(runs.numbers((task,), name)) for name in names)])
         verdicts += [
-            suite.gain(
+            claims.gain(
                 f"{task}: alpha below 1 lowers the cross-entropy of a Group Norm network",
                 runs,
                 (task,),
                 "test_cross_entropy",
-                suite.LESS,
+                claims.LESS,
             ),
-            suite.gain(f"{task}: the same alpha costs no top-1", runs, (task,), "test_top1", suite.Region(low=-0.5)),
-            suite.compare(
+            claims.gain(f"{task}: the same alpha costs no top-1", runs, (task,), "test_top1", claims.Region(low=-0.5)),
+            claims.compare(
                 f"{task}: the best alpha for cross-entropy lies below 1",
-                runs.values((task,), "alpha_cross_entropy"),
-                runs.values((task,), "alpha_as_trained"),
-                suite.LESS,
+                runs.numbers((task,), "alpha_cross_entropy"),
+                runs.numbers((task,), "alpha_as_trained"),
+                claims.LESS,
                 paired=True,
             ),
         ]
     arms = {task: runs[task,] for task in runs.names()}
     figures = [
-        *suite.alpha_figures("Group Norm, alpha near 1", arms, NARROW),
-        *suite.alpha_figures("Group Norm, all of alpha", arms),
+        *findings.alpha_figures("Group Norm, alpha near 1", arms, NARROW),
+        *findings.alpha_figures("Group Norm, all of alpha", arms),
     ]
     headers = ["data", "metric", "Group Norm (alpha = 1)", "alpha tuned", "best alpha for it"]
     return Findings([Table("Alpha for Group Norm networks", headers, rows)], figures, verdicts)

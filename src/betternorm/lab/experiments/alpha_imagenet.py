@@ -8,10 +8,10 @@ any trained network. At small scale: five residual networks that others trained 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -19,11 +19,12 @@ from torch import nn
 from betternorm.integrations.checkpoints import load_checkpoint
 from betternorm.integrations.models import load_model
 from betternorm.lab.data import Data, Loader, Split, load
-from betternorm.lab.experiments import suite
-from betternorm.lab.experiments.suite import Findings, Label, Runs
-from betternorm.lab.experiments.tasks import SMOKE
+from betternorm.lab.experiments import claims, findings, trained_networks
+from betternorm.lab.experiments.findings import Findings, FinishedRuns, Label
+from betternorm.lab.experiments.scales import SMOKE
+from betternorm.lab.models import CIFAR_RESNETS, CifarResNet
 from betternorm.lab.results import Figure, Table, Verdict
-from betternorm.lab.training import JUDGED_BY, Config
+from betternorm.lab.training import JUDGED_BY, Config, tune_for_row
 from betternorm.lab.trials import Progress, Runtime, Trial
 from betternorm.surgery import convert
 
@@ -40,7 +41,7 @@ class Curve(Trial):
     """All metrics of a trained network by alpha. Which alpha is best is chosen on four fifths and judged on the fifth.
 
     Args:
-        network: as :func:`betternorm.integrations.models.load_model` takes it.
+        network: a name in :data:`CIFAR_RESNETS`, or what :func:`betternorm.integrations.models.load_model` takes.
         weights: a file, as it stands or in the folder of the datasets; "timm" are those that timm fetches.
         source: instead of both, the fields of a training whose network is taken.
         dataset, split, limit: the images, the first so many of them; split "all" is every one.
@@ -51,7 +52,7 @@ class Curve(Trial):
 
     network: str = ""
     weights: str = ""
-    source: tuple[tuple[str, Any], ...] = ()
+    source: Mapping[str, Any] | tuple[tuple[str, Any], ...] = ()
     dataset: str = "imagenet"
     image_size: int | None = None
     split: str = "validation"
@@ -62,11 +63,11 @@ class Curve(Trial):
         data = load(self.dataset, runtime.data_root, image_size=self.image_size, download=runtime.download)
         network = self._network(data, folder, runtime)
         if hasattr(network, "pretrained_cfg"):  # of timm: each has the mean and deviation it was trained with
-            data = replace(data, facts=replace(data.facts, **_pixels(network.pretrained_cfg)))
+            data = replace(data, facts=replace(data.facts, **_pixels(cast(dict[str, Any], network.pretrained_cfg))))
         convert(network, "weighed")
         images = _all(data) if self.split == "all" else getattr(data, self.split)
         loader = Loader(data, images, 250, workers=runtime.workers)
-        found = suite.tuned(
+        found = tune_for_row(
             network,
             loader,
             grid=self.alphas,
@@ -85,10 +86,15 @@ class Curve(Trial):
 
     def _network(self, data: Data, folder: Path, runtime: Runtime) -> nn.Module:
         if self.source:
-            return suite.network_of(Config(**dict(self.source)), folder, runtime)
+            return trained_networks.network_of(Config(**dict(self.source)), folder, runtime)
         if self.weights == "timm":
             return _fetched(self.network)
-        return load_checkpoint(load_model(self.network), suite.data_file(self.weights, runtime)).eval()
+        if self.network in CIFAR_RESNETS:
+            network: nn.Module = CifarResNet(CIFAR_RESNETS[self.network], data.num_classes)
+        else:
+            network = load_model(self.network)
+        network = load_checkpoint(network, trained_networks.data_file(self.weights, runtime))
+        return network.eval()
 
 
 def _pixels(settings: dict[str, Any]) -> dict[str, Any]:
@@ -102,7 +108,8 @@ def _fetched(network: str) -> nn.Module:
     ready()
     import timm
 
-    return timm.create_model(network.removeprefix("timm:"), pretrained=True).eval()
+    model: nn.Module = timm.create_model(network.removeprefix("timm:"), pretrained=True)
+    return model.eval()
 
 
 def _all(data: Data) -> Split:
@@ -110,8 +117,8 @@ def _all(data: Data) -> Split:
     parts = [part for part in (data.train, data.validation, data.test) if part is not None]
     labels = torch.cat([part.labels for part in parts])
     if parts[0].images is not None:
-        return Split(labels, torch.cat([part.images for part in parts]))
-    return Split(labels, source=parts[0].source, rows=torch.cat([part.rows for part in parts]))
+        return Split(labels, torch.cat([part.pixels for part in parts]))
+    return Split(labels, source=parts[0].source, rows=torch.cat([part.rows for part in parts if part.rows is not None]))
 
 
 def own_arms(networks: Sequence[str], images: str, image_size: int | None) -> dict[Label, Trial]:
@@ -137,12 +144,12 @@ def arms(scale: str) -> dict[Label, Trial]:
     if scale == "small":
         return {
             (f"ResNet-{depth}",): Curve(
-                network=f"benchmarks/cifar_resnets.py:resnet{depth}",
+                network=f"cifar100_resnet{depth}",
                 weights=f"cifar100_resnets/resnet{depth}_cifar100.pth",
                 dataset="cifar100",
                 split="test",
             )
-            for depth in (8, 14, 20, 26, 32)
+            for depth in CIFAR_RESNETS.values()
         }
     networks = {
         "ResNet-152": ("timm:resnet152.tv_in1k", 224),
@@ -154,21 +161,21 @@ def arms(scale: str) -> dict[Label, Trial]:
     }
 
 
-def conclude(runs: Runs) -> Findings:
+def conclude(runs: FinishedRuns) -> Findings:
     rows, verdicts = [], []
     for (name,), found in runs.items():
         for row in found:
             for metric, words in WORDS.items():
                 rows.append([name, words, *_gain_cells(row, metric), row[f"alpha_{metric}"], row["examples"]])
             verdicts += [
-                _gained(f"{name}: alpha lowers the cross-entropy", row, "cross_entropy", suite.LESS),
-                _gained(f"{name}: the alpha chosen for cross-entropy raises top-1 too", row, "top1", suite.MORE),
+                _gained(f"{name}: alpha lowers the cross-entropy", row, "cross_entropy", claims.LESS),
+                _gained(f"{name}: the alpha chosen for cross-entropy raises top-1 too", row, "top1", claims.MORE),
                 _past_best(name, row),
             ]
     arms = {name: found for (name,), found in runs.items()}
     figures: list[Figure] = [
-        *suite.alpha_figures("Trained networks, small alpha", arms, NARROW),
-        *suite.alpha_figures("Trained networks, all of alpha", arms),
+        *findings.alpha_figures("Trained networks, small alpha", arms, NARROW),
+        *findings.alpha_figures("Trained networks, all of alpha", arms),
     ]
     headers = [
         "network",
@@ -188,22 +195,22 @@ def conclude(runs: Runs) -> Findings:
 
 
 def _gain_cells(row: Any, metric: str) -> list[object]:
-    gain = {part: suite.scaled(metric, row[f"gain_{metric}"][part]) for part in ("before", "after", "low", "high")}
+    gain = {part: findings.scaled(metric, row[f"gain_{metric}"][part]) for part in ("before", "after", "low", "high")}
     interval = f"{gain['low']:+.3f} to {gain['high']:+.3f}"
     return [gain["before"], gain["after"], f"{gain['after'] - gain['before']:+.3f}", interval]
 
 
-def _gained(claim: str, row: Any, metric: str, claimed: suite.Region) -> Verdict:
+def _gained(claim: str, row: Any, metric: str, claimed: claims.Region) -> Verdict:
     gain = row[f"gain_{metric}"]
     before, after, change, interval = _gain_cells(row, metric)
     evidence = f"{before:.3f} to {after:.3f}, {change} ({interval}), {row['examples']} images"
-    return suite.judge(claim, (gain["low"], gain["high"]), claimed, evidence)
+    return claims.judge(claim, (gain["low"], gain["high"]), claimed, evidence)
 
 
 def _past_best(name: str, row: Any) -> Verdict:
     """Large alphas are far from training: the whole example is worse than none of it."""
     loss = {line["alpha"]: line["cross_entropy"] for line in row["alpha_table"]}
-    return suite.certain(
+    return claims.certain(
         f"{name}: with alpha = 1 the cross-entropy is worse than with 0",
         loss[1.0] > loss[0.0],
         f"{loss[0.0]:.3f} at 0, {loss[1.0]:.3f} at 1, on {row['examples']} images",

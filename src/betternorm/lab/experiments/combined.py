@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from betternorm.lab.experiments import decay, ghost_size, suite
-from betternorm.lab.experiments.suite import Findings, Label, Runs
-from betternorm.lab.experiments.tasks import TASKS, at_batch_size, groups, with_norm
+from betternorm.lab.experiments import claims, decay, findings, ghost_size
+from betternorm.lab.experiments.findings import Findings, FinishedRuns, Label
+from betternorm.lab.experiments.scales import TASKS, at_batch_size, groups, with_norm
 from betternorm.lab.results import Figure, Table
 from betternorm.lab.training import Config
 from betternorm.lab.trials import Trial
@@ -57,35 +57,39 @@ def all_four(config: Config, scale: str) -> Config:
     return with_norm(decayed, "ghost", ghost_size=min(GHOSTS[scale], config.batch_size))
 
 
-def conclude(runs: Runs) -> Findings:
+def conclude(runs: FinishedRuns) -> Findings:
     return across_batch_sizes(runs, "All four, across batch sizes")
 
 
-def across_batch_sizes(runs: Runs, title: str) -> Findings:
+def across_batch_sizes(runs: FinishedRuns, title: str) -> Findings:
     """Table, figure and verdicts for arms labelled by data, method and batch size; shared with fine-tuning."""
     rows, figures, verdicts = [], [], []
     for task in runs.names():
         labels = [label for label in runs if label[0] == task]
         whole = max(size for _, method, size in labels if method == BATCH)
-        ideal = runs.values((task, BATCH, whole), "test_top1")
+        ideal = runs.numbers((task, BATCH, whole), "test_top1")
         rows += [
-            [*label, *(suite.cell(runs.values(label, f"test_top1{tail}")) for tail in ("", "_tuned"))]
+            [*label, *(findings.cell(runs.numbers(label, f"test_top1{tail}")) for tail in ("", "_tuned"))]
             for label in labels
         ]
-        sizes = {method: sorted(size for _, one, size in labels if one == method) for method in runs.names(1, at0=task)}
+        sizes = {
+            method: sorted(size for _, one, size in labels if one == method) for method in runs.names(1, first=task)
+        }
         series = [
-            suite.curve(method, {size: runs.values((task, method, size), _read(method)) for size in of_method})
+            findings.curve(method, {size: runs.numbers((task, method, size), _read(method)) for size in of_method})
             for method, of_method in sizes.items()
         ]
-        levels = {f"idealised batch norm ({whole})": suite.mean(ideal)} if ideal else {}
+        levels = {f"idealised batch norm ({whole})": findings.mean(ideal)} if ideal else {}
         figures.append(
             Figure(f"{task}: {title.lower()}", "batch size", "test top-1, %", series, log_x=True, levels=levels)
         )
         for size in sizes[OURS]:
-            ours = runs.values((task, OURS, size), _read(OURS))
-            group = runs.values((task, GROUP, size), _read(GROUP))
-            verdicts.append(suite.compare(f"{task}, B = {size}: all four improve on Group Norm", ours, group))
-            verdicts.append(suite.compare(f"{task}, B = {size}: all four improve on idealised batch norm", ours, ideal))
+            ours = runs.numbers((task, OURS, size), _read(OURS))
+            group = runs.numbers((task, GROUP, size), _read(GROUP))
+            verdicts.append(claims.compare(f"{task}, B = {size}: all four improve on Group Norm", ours, group))
+            verdicts.append(
+                claims.compare(f"{task}, B = {size}: all four improve on idealised batch norm", ours, ideal)
+            )
     headers = ["data", "method", "batch size", "test top-1, %", "alpha tuned"]
     notes = "Curves of Group Norm, batch norm and ghosts alone are as trained; of all four, with alpha tuned."
     return Findings([Table("Test top-1 by batch size", headers, rows)], figures, verdicts, notes)

@@ -14,10 +14,11 @@ it is a factor of 4.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from betternorm.lab.experiments import suite
-from betternorm.lab.experiments.suite import Findings, Label, Runs
-from betternorm.lab.experiments.tasks import CALTECH256, PAPER, SMALL, SMOKE
+from betternorm.lab.experiments import claims, findings
+from betternorm.lab.experiments.findings import Findings, FinishedRuns, Label
+from betternorm.lab.experiments.scales import CALTECH256, PAPER, SMALL, SMOKE
 from betternorm.lab.results import Figure, Table, Verdict
 from betternorm.lab.training import Config
 from betternorm.lab.trials import Trial
@@ -44,7 +45,7 @@ def networks(scale: str) -> dict[Label, Config]:
 
 
 def arms(scale: str) -> dict[Label, Trial]:
-    settings = {
+    settings: dict[str, dict[str, Any]] = {
         "off": {},
         "toward 0": {"norm_decay": DECAY[scale]},
         "toward 1": {"norm_decay": DECAY[scale], "gamma_target": 1},
@@ -57,37 +58,41 @@ def arms(scale: str) -> dict[Label, Trial]:
     }
 
 
-def conclude(runs: Runs) -> Findings:
+def conclude(runs: FinishedRuns) -> Findings:
     columns = ("validation_top1", "test_top1", "train_top1", "test_cross_entropy")
-    rows = [[label[1], label[2], *(suite.cell(runs.values(label, name)) for name in columns)] for label in runs]
+    rows = [[label[1], label[2], *(findings.cell(runs.numbers(label, name)) for name in columns)] for label in runs]
     verdicts: list[Verdict] = []
     effects: dict[str, list[float]] = {}
     for paths, network in dict.fromkeys(label[:2] for label in runs):
-        off, zero, one = (runs.values((paths, network, name), "test_top1") for name in ("off", "toward 0", "toward 1"))
+        off, zero, one = (runs.numbers((paths, network, name), "test_top1") for name in ("off", "toward 0", "toward 1"))
         both = runs.by_seed(*(((paths, network, name), "test_top1") for name in ("toward 0", "off")))
         effects[paths] = effects.get(paths, []) + [a - b for a, b in zip(*both, strict=True)]
         if paths == WITH:
             verdicts += [
-                suite.compare(f"{network}: decay on gamma and beta raises test top-1", zero, off),
-                suite.compare(
+                claims.compare(f"{network}: decay on gamma and beta raises test top-1", zero, off),
+                claims.compare(
                     f"{network}: toward 0 or toward 1 makes no difference of {SAME[runs.scale]} points",
                     zero,
                     one,
-                    suite.within(SAME[runs.scale]),
+                    claims.within(SAME[runs.scale]),
                 ),
             ]
         else:
             verdicts.append(
-                suite.compare(
-                    f"{network}: decay on gamma and beta does not raise test top-1", zero, off, suite.Region(high=0.0)
+                claims.compare(
+                    f"{network}: decay on gamma and beta does not raise test top-1", zero, off, claims.Region(high=0.0)
                 )
             )
     verdicts.append(
-        suite.compare("decay gains more in networks with paths to the output than in those without", *effects.values())
+        claims.compare(
+            "decay gains more in networks with paths to the output than in those without",
+            effects[WITH],
+            effects[WITHOUT],
+        )
     )
     headers = ["network", "decay", "validation top-1, %", "test top-1, %", "training top-1, %", "test cross-entropy"]
     bars = [
-        suite.curve(network, {label[2]: runs.values(label, "test_top1") for label in runs if label[1] == network})
+        findings.curve(network, {label[2]: runs.numbers(label, "test_top1") for label in runs if label[1] == network})
         for network in runs.names(1)
     ]
     figure = Figure("Decay on gamma and beta", "decay", "test top-1, %", bars, kind="bar")

@@ -8,12 +8,11 @@ between 4 and 32, and a lower training accuracy the smaller the ghosts.
 
 from __future__ import annotations
 
-from betternorm.lab.experiments import suite
-from betternorm.lab.experiments.suite import Findings, Label, Runs
-from betternorm.lab.experiments.tasks import FLOWERS102, TASKS, with_norm
+from betternorm.lab.experiments import claims, findings
+from betternorm.lab.experiments.findings import Findings, FinishedRuns, Label
+from betternorm.lab.experiments.scales import FLOWERS102, TASKS, with_norm
 from betternorm.lab.results import Figure, Outcome, Table, Verdict
 from betternorm.lab.training import Config
-from betternorm.lab.trials import Trial
 
 TITLE = "Accuracy against ghost size"
 PLACE = "Figure 3, section 3.2"
@@ -21,9 +20,9 @@ PLACE = "Figure 3, section 3.2"
 SIZES = {"smoke": (16, 4), "small": (16, 8, 4, 2), "paper": (64, 32, 16, 8, 4, 2)}
 
 
-def arms(scale: str) -> dict[Label, Trial]:
+def arms(scale: str) -> dict[Label, Config]:
     """Every ghost size on every dataset; the largest is the whole batch, which is batch norm."""
-    found: dict[Label, Trial] = {}
+    found: dict[Label, Config] = {}
     tasks = TASKS[scale] | ({"Flowers-102": FLOWERS102} if scale == "small" else {})
     for task, config in tasks.items():
         for size in sizes(scale, config):
@@ -35,43 +34,43 @@ def sizes(scale: str, config: Config) -> list[int]:
     return [config.batch_size, *(size for size in SIZES[scale] if size < config.batch_size)]
 
 
-def conclude(runs: Runs) -> Findings:
+def conclude(runs: FinishedRuns) -> Findings:
     rows, series, verdicts = [], [], []
     for task in runs.names():
-        by_size = runs.names(1, at0=task)
+        by_size = runs.names(1, first=task)
         for size in by_size:
             label = (task, size)
             named = f"{size} (batch norm)" if size == by_size[0] else str(size)
             columns = ("validation_top1", "test_top1", "train_top1")
-            rows.append([task, named, *(suite.cell(runs.values(label, column)) for column in columns)])
-        points = {size: runs.values((task, size), "validation_top1") for size in by_size}
-        series.append(suite.curve(task, points))
+            rows.append([task, named, *(findings.cell(runs.numbers(label, column)) for column in columns)])
+        points = {size: runs.numbers((task, size), "validation_top1") for size in by_size}
+        series.append(findings.curve(task, points))
         verdicts += _verdicts(runs, task, points)
     headers = ["data", "ghost size", "validation top-1, %", "test top-1, %", "training top-1, %"]
     figure = Figure("Accuracy against ghost size", "ghost size", "validation top-1, %", series, log_x=True)
     return Findings([Table("Top-1 by ghost size", headers, rows)], [figure], verdicts)
 
 
-def _verdicts(runs: Runs, task: str, points: dict[int, list[float]]) -> list[Verdict]:
+def _verdicts(runs: FinishedRuns, task: str, points: dict[int, list[float]]) -> list[Verdict]:
     """The best size is chosen on validation data, so it is judged on test data."""
     whole, smallest = next(iter(points)), list(points)[-1]
-    found = suite.best(points)
+    found = findings.best(points)
     if found is None:
         return [Verdict(f"{task}: some ghost size improves on batch norm", Outcome.UNDECIDED, "nothing has been run")]
-    test = {size: runs.values((task, size), "test_top1") for size in points}
-    better = suite.compare(
-        f"{task}: ghosts of {found}, the best on validation data, improve on batch norm (test top-1)",
+    test = {size: runs.numbers((task, size), "test_top1") for size in points}
+    better = claims.compare(
+        f"{task}: ghost size {found}, the best on validation data, improves on batch norm (test top-1)",
         test[found],
         test[whole],
     )
-    worse = suite.compare(
-        f"{task}: the smallest ghosts, {smallest}, are worse than the best, {found}", test[found], test[smallest]
+    worse = claims.compare(
+        f"{task}: the smallest ghost size, {smallest}, is worse than the best, {found}", test[found], test[smallest]
     )
-    regularised = suite.compare(
-        f"{task}: ghosts regularise: training top-1 is lower with ghosts of {smallest} than with batch norm",
-        runs.values((task, smallest), "train_top1"),
-        runs.values((task, whole), "train_top1"),
-        suite.LESS,
+    regularised = claims.compare(
+        f"{task}: ghosts regularise: training top-1 is lower with ghost size {smallest} than with batch norm",
+        runs.numbers((task, smallest), "train_top1"),
+        runs.numbers((task, whole), "train_top1"),
+        claims.LESS,
     )
-    unimodal = suite.together(f"{task}: the effect of the size is unimodal, best in between", [better, worse])
+    unimodal = claims.together(f"{task}: the effect of the size is unimodal, best in between", [better, worse])
     return [better, unimodal, regularised]

@@ -3,8 +3,8 @@
 The paper claims, on CIFAR-100: moving averages over examples without augmentation cost half a point of accuracy, and
 improve the cross-entropy mildly; averages over the test set behave like those over the training set (within 0.1 points
 and 1 % of the cross-entropy). Group Norm does not improve by randomness in its statistics: not by noise, not by random
-groups of channels, not by changing their number during training. A constant number of values a group has mild success,
-which does not generalise. Expect nulls, and some losses.
+groups of channels, not by changing their number during training. A constant number of values per group has mild
+success, which does not generalise. Expect nulls, and some losses.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import nn
 
 from betternorm.alpha import calibrate, set_alpha
 from betternorm.lab.data import Data, Loader
-from betternorm.lab.experiments import suite
-from betternorm.lab.experiments.suite import Findings, Label, Runs
-from betternorm.lab.experiments.tasks import TASKS, groups, steps, with_norm
+from betternorm.lab.experiments import claims, findings, trained_networks
+from betternorm.lab.experiments.findings import Findings, FinishedRuns, Label
+from betternorm.lab.experiments.scales import TASKS, groups, steps, with_norm
 from betternorm.lab.results import Figure, Table
 from betternorm.lab.training import evaluate
 from betternorm.lab.trials import Progress, Trial
@@ -26,7 +26,7 @@ from betternorm.lab.trials import Progress, Trial
 TITLE = "What the paper tried in vain"
 PLACE = "Appendix C"
 
-ELEMENTS = {"smoke": 128, "small": 512, "paper": 4096}  # values a group, height x width x channels
+ELEMENTS = {"smoke": 128, "small": 512, "paper": 4096}  # values per group, height x width x channels
 SPREAD = {"smoke": 0.5, "small": 0.25, "paper": 0.25}  # of the noise, in deviations of the statistics
 AVERAGES = {
     "moving": "as trained",
@@ -38,20 +38,20 @@ SAME = 0.5  # points of top-1 that count as no difference
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recalibrated(suite.OnTrained):
+class Recalibrated(trained_networks.OnTrainedNetwork):
     """A trained network judged with other averages in its norm layers; nothing is trained."""
 
     kind: ClassVar[str] = "recalibrated"
 
     def measure(self, network: nn.Module, data: Data, progress: Progress) -> dict[str, Any]:
         set_alpha(network, 0.0)
-        test = suite.judged_on(data)
+        test = trained_networks.held_out(data)
         sources = {
             "augmented": Loader(data, data.train, self.batch_size, train=True, seed=self.seed),
             "plain": Loader(data, data.train, 250),
             "test": test,
         }
-        found = {}
+        found: dict[str, Any] = {}
         for number, name in enumerate(AVERAGES):
             if name in sources:
                 calibrate(network, sources[name], progress=False)
@@ -74,64 +74,64 @@ def arms(scale: str) -> dict[Label, Trial]:
         (task, "random groups, half the time"): with_norm(config, f"{own}random_group", num_groups=count, share=0.5),
         (task, "more and more groups"): with_norm(config, f"{own}changing_group", first=few, last=many, steps=length),
         (task, "fewer and fewer groups"): with_norm(config, f"{own}changing_group", first=many, last=few, steps=length),
-        (task, "constant values a group"): with_norm(config, f"{own}even_group", elements=ELEMENTS[scale]),
+        (task, "constant values per group"): with_norm(config, f"{own}even_group", elements=ELEMENTS[scale]),
     }
 
 
-def conclude(runs: Runs) -> Findings:
+def conclude(runs: FinishedRuns) -> Findings:
     (task,) = runs.names()
     label = (task, "averages")
     names = ("top1", "cross_entropy")
-    averages = {name: {of: runs.values(label, f"{name}_{of}") for of in AVERAGES} for name in names}
-    rows = [[words, *(suite.cell(averages[name][of]) for name in names)] for of, words in AVERAGES.items()]
-    groups = {one: runs.values((task, one), "test_top1") for one in runs.names(1) if one != "averages"}
+    averages = {name: {of: runs.numbers(label, f"{name}_{of}") for of in AVERAGES} for name in names}
+    rows = [[words, *(findings.cell(averages[name][of]) for name in names)] for of, words in AVERAGES.items()]
+    groups = {one: runs.numbers((task, one), "test_top1") for one in runs.names(1) if one != "averages"}
     columns = ("validation_top1", "test_top1", "train_top1")
-    variants = [[one, *(suite.cell(runs.values((task, one), column)) for column in columns)] for one in groups]
+    variants = [[one, *(findings.cell(runs.numbers((task, one), column)) for column in columns)] for one in groups]
     top1, loss = averages["top1"], averages["cross_entropy"]
     relative = [100 * (a / b - 1) for a, b in zip(loss["test"], loss["augmented"], strict=True)]
     verdicts = [
-        suite.compare(
-            "averages without augmentation lower test top-1", top1["plain"], top1["moving"], suite.LESS, paired=True
+        claims.compare(
+            "averages without augmentation lower test top-1", top1["plain"], top1["moving"], claims.LESS, paired=True
         ),
-        suite.compare(
+        claims.compare(
             "averages without augmentation lower test cross-entropy",
             loss["plain"],
             loss["moving"],
-            suite.LESS,
+            claims.LESS,
             paired=True,
         ),
-        suite.compare(
+        claims.compare(
             f"averages over the test set give the same top-1 as over the training set, within {SAME} points",
             top1["test"],
             top1["augmented"],
-            suite.within(SAME),
+            claims.within(SAME),
             paired=True,
         ),
-        suite.compare(
+        claims.compare(
             "averages over the test set change the cross-entropy by less than 1 %",
             relative,
             [0.0] * len(relative),
-            suite.within(1.0),
+            claims.within(1.0),
             paired=True,
         ),
     ]
     for one, values in list(groups.items())[1:]:
         claim = f"Group Norm does not improve by: {one}"
-        verdicts.append(suite.compare(claim, values, groups["Group Norm"], suite.LESS))
+        verdicts.append(claims.compare(claim, values, groups["Group Norm"], claims.LESS))
     tables = [
         Table("Batch norm with other averages", ["averages over", "test top-1, %", "test cross-entropy"], rows),
         Table(
             "Group Norm, disturbed", ["variant", "validation top-1, %", "test top-1, %", "training top-1, %"], variants
         ),
     ]
-    bars = [suite.curve("test top-1", groups)]
+    bars = [findings.curve("test top-1", groups)]
     figures = [Figure("Group Norm, disturbed", "variant", "test top-1, %", bars, kind="bar")]
     figures.append(
         Figure(
             "Batch norm with other averages",
             "averages over",
             "test top-1, %",
-            [suite.curve("test top-1", {words: top1[of] for of, words in AVERAGES.items()})],
+            [findings.curve("test top-1", {words: top1[of] for of, words in AVERAGES.items()})],
             kind="bar",
         )
     )

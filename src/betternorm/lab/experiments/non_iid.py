@@ -1,8 +1,8 @@
 """Batches that are not i.i.d.: a few classes in each (Table 1, section 4.4).
 
-The paper, CIFAR-100 with four classes a batch of 128, top-1 with alpha off and on: batch norm 40.1 and 62.2; batch
-renorm 69.0 and 69.0; ghosts of 64 42.3 and 50.8, of 32 57.8 and 70.9, of 16 64.3 and 72.2, of 8 68.7 and 72.0, of 4
-70.4 and 71.5, of 2 68.4 and 71.4; batch group norm 75.2 and 76.1. So: alpha gains 22 points for batch norm without
+The paper, CIFAR-100 with four classes per batch of 128, top-1 with alpha off and on: batch norm 40.1 and 62.2; batch
+renorm 69.0 and 69.0; ghost size 64 42.3 and 50.8, 32 57.8 and 70.9, 16 64.3 and 72.2, 8 68.7 and 72.0, 4
+70.4 and 71.5, 2 68.4 and 71.4; batch group norm 75.2 and 76.1. So: alpha gains 22 points for batch norm without
 training again; ghosts help as much as batch renorm; batch group norm is best; alpha does nothing for batch renorm (at
 most 0.1).
 
@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from betternorm.lab.experiments import suite
-from betternorm.lab.experiments.suite import Findings, Label, Runs
-from betternorm.lab.experiments.tasks import PAPER, SMALL, SMOKE, groups, with_norm, with_renorm
+from betternorm.lab.experiments import claims, findings
+from betternorm.lab.experiments.findings import Findings, FinishedRuns, Label
+from betternorm.lab.experiments.scales import PAPER, SMALL, SMOKE, groups, with_norm, with_renorm
 from betternorm.lab.results import Figure, Table
 from betternorm.lab.trials import Trial
 
@@ -53,42 +53,51 @@ def arms(scale: str) -> dict[Label, Trial]:
     return found
 
 
-def conclude(runs: Runs) -> Findings:
-    rows, bars = [], {"alpha off": {}, "alpha on": {}}
+def conclude(runs: FinishedRuns) -> Findings:
+    rows = []
+    bars: dict[str, dict[str, list[float]]] = {"alpha off": {}, "alpha on": {}}
     for label in runs:
-        off, on = (runs.values(label, f"test_top1{tail}") for tail in ("", "_tuned"))
-        rows.append([*label, suite.cell(off), suite.cell(on), suite.cell(runs.values(label, "alpha_cross_entropy"))])
+        off, on = (runs.numbers(label, f"test_top1{tail}") for tail in ("", "_tuned"))
+        rows.append(
+            [*label, findings.cell(off), findings.cell(on), findings.cell(runs.numbers(label, "alpha_cross_entropy"))]
+        )
         bars["alpha off"][f"{label[0]} {label[1]}"] = off
         bars["alpha on"][f"{label[0]} {label[1]}"] = on
     batch, renorm, *ghosts, group = runs
-    best_off = suite.best({label: runs.values(label, "validation_top1") for label in ghosts})
-    best_on = suite.best({label: runs.values(label, "validation_top1_tuned") for label in ghosts})
-    read = {label: {tail: runs.values(label, f"test_top1{tail}") for tail in ("", "_tuned")} for label in runs}
+    best_off = findings.best({label: runs.numbers(label, "validation_top1") for label in ghosts})
+    best_on = findings.best({label: runs.numbers(label, "validation_top1_tuned") for label in ghosts})
+    read = {label: {tail: runs.numbers(label, f"test_top1{tail}") for tail in ("", "_tuned")} for label in runs}
     nothing: dict[str, list[float]] = {"": [], "_tuned": []}
     verdicts = [
-        suite.gain("alpha raises the top-1 of batch norm", runs, batch, "test_top1"),
-        suite.compare(
-            "the best ghosts, alpha off, improve on batch norm", read.get(best_off, nothing)[""], read[batch][""]
+        claims.gain("alpha raises the top-1 of batch norm", runs, batch, "test_top1"),
+        claims.compare(
+            "the best ghost size, alpha off, improves on batch norm", read.get(best_off, nothing)[""], read[batch][""]
         ),
-        suite.compare(
-            "the best ghosts, alpha on, improve on batch norm with alpha",
+        claims.compare(
+            "the best ghost size, alpha on, improves on batch norm with alpha",
             read.get(best_on, nothing)["_tuned"],
             read[batch]["_tuned"],
         ),
-        suite.compare("batch group norm improves on batch norm, alpha off", read[group][""], read[batch][""]),
-        suite.compare(
+        claims.compare("batch group norm improves on batch norm, alpha off", read[group][""], read[batch][""]),
+        claims.compare(
             "batch group norm improves on batch norm, alpha on for both", read[group]["_tuned"], read[batch]["_tuned"]
         ),
-        suite.compare(
+        claims.compare(
             "batch group norm improves on batch renorm, alpha on for both",
             read[group]["_tuned"],
             read[renorm]["_tuned"],
         ),
-        suite.compare("batch renorm improves on batch norm, alpha off", read[renorm][""], read[batch][""]),
-        suite.gain("alpha does nothing for batch renorm, within 1 point", runs, renorm, "test_top1", suite.within(1.0)),
+        claims.compare("batch renorm improves on batch norm, alpha off", read[renorm][""], read[batch][""]),
+        claims.gain(
+            "alpha does nothing for batch renorm, within 1 point", runs, renorm, "test_top1", claims.within(1.0)
+        ),
     ]
     figure = Figure(
-        "Batches of a few classes", "method", "test top-1, %", [suite.curve(*one) for one in bars.items()], kind="bar"
+        "Batches of a few classes",
+        "method",
+        "test top-1, %",
+        [findings.curve(*one) for one in bars.items()],
+        kind="bar",
     )
     headers = ["method", "B'", "test top-1, alpha off, %", "alpha on", "best alpha"]
     return Findings([Table("Test top-1, batches of a few classes", headers, rows)], [figure], verdicts)

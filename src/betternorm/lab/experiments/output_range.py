@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,9 +21,9 @@ from torch import Tensor, nn
 
 from betternorm.alpha import set_alpha, weighed_layers
 from betternorm.lab.data import Data, Loader
-from betternorm.lab.experiments import ghost_size, suite
-from betternorm.lab.experiments.suite import Findings, Label, Runs
-from betternorm.lab.experiments.tasks import TASKS
+from betternorm.lab.experiments import claims, findings, ghost_size, trained_networks
+from betternorm.lab.experiments.findings import Findings, FinishedRuns, Label
+from betternorm.lab.experiments.scales import TASKS
 from betternorm.lab.results import Figure, Table, Verdict
 from betternorm.lab.trials import Progress, Runtime, Trial
 from betternorm.layers import GroupedBatchNorm
@@ -83,7 +84,7 @@ class Extremes(Trial):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ranges(suite.OnTrained):
+class Ranges(trained_networks.OnTrainedNetwork):
     """The range in the last norm layer of a trained network: over an epoch of training, and over the test set."""
 
     kind: ClassVar[str] = "output-ranges"
@@ -95,7 +96,7 @@ class Ranges(suite.OnTrained):
             last.weight.fill_(1.0)
             last.bias.fill_(0.0)
         training = Loader(data, data.train, self.batch_size, train=True, seed=self.seed)
-        testing = suite.judged_on(data)
+        testing = trained_networks.held_out(data)
         found: dict[str, Any] = {"alpha": tuned}
         for name, loader, alpha in (
             ("training", training, 0.0),
@@ -116,12 +117,12 @@ def _range(network: nn.Module, loader: Loader) -> tuple[float, float, int]:
     seen: list[Tensor] = []
     space = 1
 
-    def look(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    def record_extremes(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         nonlocal space
         space = output[0, 0].numel()
         seen.append(torch.stack([output.min(), output.max()]))
 
-    handle = last.register_forward_hook(look)
+    handle = last.register_forward_hook(record_extremes)
     with torch.no_grad():
         for images, _ in loader:
             network(images)
@@ -139,7 +140,7 @@ def arms(scale: str) -> dict[Label, Trial]:
     return found
 
 
-def conclude(runs: Runs) -> Findings:
+def conclude(runs: FinishedRuns) -> Findings:
     layer = {label[1]: runs[label][0] for label in runs if label[0] == "layer" and runs[label]}
     network = {label[1]: runs[label] for label in runs if label[0] == "network" and runs[label]}
     return Findings(
@@ -167,10 +168,15 @@ def _extremes_table(layer: dict[int, Any]) -> Table:
 
 
 def _extremes_figure(layer: dict[int, Any]) -> Figure:
-    lines = {"bound": lambda row: row["bound"], "maximum in training": lambda row: row["maximum"]}
+    lines: dict[str, Callable[[Any], float]] = {
+        "bound": lambda row: row["bound"],
+        "maximum in training": lambda row: row["maximum"],
+    }
     lines |= {"minimum in training": lambda row: row["minimum"], "minus the bound": lambda row: -row["bound"]}
     lines |= {"maximum at inference, alpha = 0": lambda row: row["inference_maximum"]}
-    series = [suite.curve(name, {values: [read(row)] for values, row in layer.items()}) for name, read in lines.items()]
+    series = [
+        findings.curve(name, {values: [read(row)] for values, row in layer.items()}) for name, read in lines.items()
+    ]
     inference = series.pop()
     # Unbounded values would press the others flat: they are shown as far as twice the bound.
     top = 2 * max((row["bound"] for row in layer.values()), default=1.0)
@@ -188,17 +194,17 @@ def _extremes_verdicts(layer: dict[int, Any]) -> list[Verdict]:
     most = [max(-row["minimum"], row["maximum"]) / row["bound"] for row in layer.values()]
     outside = [max(-row["inference_minimum"], row["inference_maximum"]) / row["bound"] for row in layer.values()]
     return [
-        suite.certain(
+        claims.certain(
             f"adversarial inputs reach {TIGHT} of the bound on both sides",
             min(parts) >= TIGHT,
             f"at least {min(parts):.6f} of it, for {len(layer)} sizes",
         ),
-        suite.certain(
+        claims.certain(
             "no input passes the bound in training",
             max(most) <= 1 + ROUNDING,
             f"at most {max(most):.7f} of it, over {len(layer)} sizes",
         ),
-        suite.certain(
+        claims.certain(
             "at inference without alpha outputs pass it",
             min(outside) > 1,
             f"they reach {min(outside):.3g} times the bound or more",
@@ -222,7 +228,7 @@ def _ranges_table(network: dict[int, list[Any]]) -> Table:
             rows[0]["values"],
             rows[0]["bound"],
             *(
-                suite.cell([row[f"{name}_{end}"] for row in rows])
+                findings.cell([row[f"{name}_{end}"] for row in rows])
                 for name in READINGS
                 for end in ("minimum", "maximum")
             ),
@@ -236,18 +242,20 @@ def _ranges_figures(network: dict[int, list[Any]]) -> list[Figure]:
     if not network:
         return []
     series = [
-        suite.curve(
+        findings.curve(
             f"{end}, {words}", {rows[0]["values"]: [row[f"{name}_{end}"] for row in rows] for rows in network.values()}
         )
         for name, words in READINGS.items()
         for end in ("minimum", "maximum")
     ]
     for sign, words in ((1, "bound"), (-1, "minus the bound")):
-        series.append(suite.curve(words, {rows[0]["values"]: [sign * rows[0]["bound"]] for rows in network.values()}))
+        series.append(
+            findings.curve(words, {rows[0]["values"]: [sign * rows[0]["bound"]] for rows in network.values()})
+        )
     return [Figure("The last norm layer of trained networks", "values B", "output", series, log_x=True)]
 
 
-def _ranges_verdicts(runs: Runs) -> list[Verdict]:
+def _ranges_verdicts(runs: FinishedRuns) -> list[Verdict]:
     labels = [label for label in runs if label[0] == "network"]
     smallest = labels[-1]
     names = ("training", "inference", "weighed")
@@ -258,19 +266,22 @@ def _ranges_verdicts(runs: Runs) -> list[Verdict]:
     largest = [max(-row["training_minimum"], row["training_maximum"]) / row["bound"] for row in runs[labels[0]]]
     one = [1.0] * len(reach["training"])
     return [
-        suite.compare(
-            f"in training, ghosts of {smallest[1]} come nearer to the bound than batch norm (parts of it)",
+        claims.compare(
+            f"in training, ghost size {smallest[1]} comes nearer to the bound than batch norm (parts of it)",
             reach["training"],
             largest,
         ),
-        suite.compare(
-            f"at inference, ghosts of {smallest[1]} pass the bound (parts of it)", reach["inference"], one, paired=True
+        claims.compare(
+            f"at inference, ghost size {smallest[1]} passes the bound (parts of it)",
+            reach["inference"],
+            one,
+            paired=True,
         ),
-        suite.compare(
-            f"alpha brings the range with ghosts of {smallest[1]} back towards the bound (parts of it)",
+        claims.compare(
+            f"alpha brings the range with ghost size {smallest[1]} back towards the bound (parts of it)",
             reach["weighed"],
             reach["inference"],
-            suite.LESS,
+            claims.LESS,
             paired=True,
         ),
     ]

@@ -13,9 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from betternorm.lab import experiments, models
+from betternorm.integrations.models import load_model
+from betternorm.lab import models
 from betternorm.lab.data import DATASETS
-from betternorm.lab.experiments.tasks import steps
+from betternorm.lab.experiments import registry
+from betternorm.lab.experiments.alpha_imagenet import Curve
+from betternorm.lab.experiments.scales import steps
 from betternorm.lab.training import Config
 from betternorm.lab.trials import Trial
 from betternorm.progress import track
@@ -59,7 +62,7 @@ def describe(
     rows, total = [], Cost(0, 0, 0)
     data: set[str] = set()
     for name in track(names, "timing steps", show=show):
-        own = [trial for arm in experiments.trials(name, scale, seeds).values() for trial in arm]
+        own = [trial for arm in registry.trials_of(name, scale, seeds).values() for trial in arm]
         new = [trial for trial in dict.fromkeys(own) if trial.key not in counted]
         counted |= {trial.key for trial in own}
         costs = [cost(trial) for trial in new]
@@ -102,10 +105,10 @@ def cost(trial: Trial) -> Cost:
         one = image_cost(trial.network, trial.dataset, trial.image_size, trial.width, trial.blocks, trial.stem_stride)
         images = steps(trial) * trial.batch_size
         return Cost(one.operations * images, one.seconds * images, one.disk)
-    if hasattr(trial, "alphas") and trial.network:
+    if isinstance(trial, Curve) and trial.network:
         one = image_cost(trial.network, trial.dataset, trial.image_size)
-        images = (trial.limit or VALIDATION_IMAGES.get(trial.dataset, 10_000)) * len(trial.alphas) / 3
-        return Cost(one.operations * images, one.seconds * images, 0)
+        passes = (trial.limit or VALIDATION_IMAGES.get(trial.dataset, 10_000)) * len(trial.alphas) / 3
+        return Cost(one.operations * passes, one.seconds * passes, 0)
     return Cost(0, 0, 0)
 
 
@@ -130,7 +133,8 @@ def image_cost(
 
         def build() -> torch.nn.Module:
             if ".py:" in name:
-                return models.load_model(name)
+                model: torch.nn.Module = load_model(name)
+                return model
             return models.build(
                 name, CLASSES, in_channels=facts.channels, width=width, blocks=blocks, stem_stride=stem_stride
             )
@@ -153,4 +157,5 @@ def image_cost(
 
 def _loss(model: torch.nn.Module, images: torch.Tensor) -> torch.Tensor:
     output = model(images)
-    return (output[0] if isinstance(output, tuple) else output).square().mean()
+    logits: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    return logits.square().mean()

@@ -8,13 +8,14 @@ At small scale: from CIFAR-100 to the first twenty classes of Flowers-102 and of
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from betternorm.lab.experiments import combined, suite
-from betternorm.lab.experiments.suite import Findings, Label, Runs
-from betternorm.lab.experiments.tasks import CALTECH101, CALTECH256, SMALL, SMOKE, at_batch_size
+from betternorm.lab.experiments import combined, trained_networks
+from betternorm.lab.experiments.findings import Findings, FinishedRuns, Label
+from betternorm.lab.experiments.scales import CALTECH101, CALTECH256, SMALL, SMOKE, at_batch_size
 from betternorm.lab.training import Config
 from betternorm.lab.trials import Progress, Runtime, Trial
 
@@ -39,7 +40,7 @@ SOURCES = {
 }
 IMAGENET_WEIGHTS = "resnet152.safetensors"
 
-_SHORT = {"epochs": 40, "learning_rate": 0.06}
+_SHORT: dict[str, Any] = {"epochs": 40, "learning_rate": 0.06}
 _RESNET152 = replace(
     CALTECH256, network="resnet152", image_size=224, learning_rate=0.01, finetune_from=IMAGENET_WEIGHTS
 )
@@ -64,13 +65,13 @@ class FineTuned(Config):
     """
 
     kind: ClassVar[str] = "fine-tuned"
-    source: tuple[tuple[str, Any], ...] = ()
+    source: Mapping[str, Any] | tuple[tuple[str, Any], ...] = ()
 
     def run(self, folder: Path, runtime: Runtime, progress: Progress) -> dict[str, Any]:
         if self.source:
-            weights = suite.network_file(Config(**dict(self.source)), folder, runtime)
+            weights = trained_networks.network_file(Config(**dict(self.source)), folder, runtime)
         else:
-            weights = suite.data_file(str(self.finetune_from), runtime)
+            weights = trained_networks.data_file(str(self.finetune_from), runtime)
         own = {item.name: getattr(self, item.name) for item in fields(Config)}
         return Config(**own | {"finetune_from": str(weights.resolve())}).run(folder, runtime, progress)
 
@@ -86,5 +87,5 @@ def arms(scale: str) -> dict[Label, Trial]:
     }
 
 
-def conclude(runs: Runs) -> Findings:
+def conclude(runs: FinishedRuns) -> Findings:
     return combined.across_batch_sizes(runs, "Fine-tuning, across batch sizes")

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from betternorm.lab.report import shared
+from betternorm.lab.report import charts, labels, provenance
 from betternorm.lab.results import Figure, Result, Table
 from betternorm.lab.store import atomic, export, make_folder
 from betternorm.tables import is_number, shown
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
 
-INTERVAL = {"fmt": "none", "capsize": 3, "elinewidth": 1.2}
+INTERVAL: dict[str, Any] = {"fmt": "none", "capsize": 3, "elinewidth": 1.2}
 
 
 def write(results: Sequence[Result], folder: str | os.PathLike[str]) -> list[Path]:
@@ -30,7 +30,7 @@ def write(results: Sequence[Result], folder: str | os.PathLike[str]) -> list[Pat
     folder = Path(folder)
     make_folder(folder)
     written = [_text(folder / "index.md", _index(results))]
-    for name, title, result in zip(shared.names(results), shared.titles(results), results, strict=True):
+    for name, title, result in zip(labels.names(results), labels.titles(results), results, strict=True):
         own = folder / name
         make_folder(own)
         written.append(_text(folder / f"{name}.md", markdown(replace(result, title=title), name)))
@@ -47,7 +47,7 @@ def write(results: Sequence[Result], folder: str | os.PathLike[str]) -> list[Pat
 
 def markdown(result: Result, name: str) -> str:
     """The page of an experiment; ``name`` is that of the folder beside it."""
-    parts = [f"# {result.title}", f"*{shared.subtitle(result)}*", result.notes]
+    parts = [f"# {result.title}", f"*{labels.subtitle(result)}*", result.notes]
     if result.verdicts:
         claims = [[verdict.claim, f"**{verdict.outcome.value}**", verdict.evidence] for verdict in result.verdicts]
         parts += ["## Claims", _markdown_table(["claim", "outcome", "evidence"], claims)]
@@ -59,7 +59,7 @@ def markdown(result: Result, name: str) -> str:
         parts.append(f"The same as [CSV]({name}/table-{number}.csv).")
     parts += ["## Provenance", f"```sh\n{result.command}\n```"]
     if result.rows:
-        same, _ = shared.provenance(result.rows)
+        same, _ = provenance.settings_of(result.rows)
         parts.append(f"Every trial, with its settings and all it measured: [rows]({name}/rows.csv).")
         if same:
             parts += ["The same for all trials:", _markdown_table(["setting", "value"], same.items())]
@@ -70,8 +70,8 @@ def draw(figure: Figure) -> Canvas:
     """A figure by matplotlib."""
     from matplotlib.figure import Figure as Canvas
 
-    categorical = shared.categorical(figure)
-    rows = len(shared.positions([figure])) * len(figure.series) if categorical else 0
+    categorical = charts.categorical(figure)
+    rows = len(charts.positions([figure])) * len(figure.series) if categorical else 0
     canvas = Canvas(figsize=(7.2, max(2.4, 0.9 + 0.32 * rows) if categorical else 4.2), layout="constrained")
     axes = canvas.add_subplot()
     for side in ("top", "right"):
@@ -102,9 +102,9 @@ def save(canvas: Canvas, stem: Path) -> list[Path]:
 def _lines(axes: Axes, figure: Figure) -> None:
     from matplotlib.ticker import NullLocator
 
-    places = shared.positions([figure])
+    places = charts.positions([figure])
     for number, series in enumerate(figure.series):
-        colour, dash = shared.COLOURS[number % len(shared.COLOURS)][0], shared.DASHES[number % len(shared.DASHES)]
+        colour, dash = charts.COLOURS[number % len(charts.COLOURS)][0], charts.DASHES[number % len(charts.DASHES)]
         (line,) = axes.plot(series.x, series.y, color=colour, marker="o", markersize=3.5, label=series.name)
         if dash:
             line.set_linestyle((0, tuple(float(part) / 1.5 for part in dash.split())))
@@ -126,11 +126,11 @@ def _lines(axes: Axes, figure: Figure) -> None:
 
 
 def _bars(axes: Axes, figure: Figure) -> None:
-    places = shared.positions([figure])
+    places = charts.positions([figure])
     thick = 0.8 / max(1, len(figure.series))
-    from_zero = shared.starts_at_zero(figure)
+    from_zero = charts.starts_at_zero(figure)
     for number, series in enumerate(figure.series):
-        colour = shared.COLOURS[number % len(shared.COLOURS)][0]
+        colour = charts.COLOURS[number % len(charts.COLOURS)][0]
         rows = [places.index(str(x)) + (number - (len(figure.series) - 1) / 2) * thick for x in series.x]
         if from_zero:
             axes.barh(rows, series.y, height=0.9 * thick, color=colour, label=series.name)
@@ -151,9 +151,9 @@ def _bars(axes: Axes, figure: Figure) -> None:
 def _index(results: Sequence[Result]) -> str:
     """What there is, and then every claim, so that one sees at a glance what was seen and what was not."""
     rows, claims = [], []
-    for name, result in zip(shared.names(results), results, strict=True):
+    for name, result in zip(labels.names(results), results, strict=True):
         link = f"[{result.title}]({name}.md)"
-        rows.append([link, result.place, result.scale, len(result.rows), shared.tally(result.verdicts)])
+        rows.append([link, result.place, result.scale, len(result.rows), labels.tally(result.verdicts)])
         claims += [[link, verdict.claim, f"**{verdict.outcome.value}**"] for verdict in result.verdicts]
     parts = ["# Results", _markdown_table(["experiment", "in the paper", "scale", "trials", "claims"], rows)]
     if claims:

@@ -18,7 +18,7 @@ from string import Template
 from typing import Any
 
 from betternorm import __version__
-from betternorm.lab.report import shared
+from betternorm.lab.report import charts, labels, provenance
 from betternorm.lab.results import Figure, Outcome, Result, Table, Verdict
 from betternorm.lab.store import atomic, make_folder
 from betternorm.tables import is_number, shown
@@ -37,7 +37,7 @@ def write(results: Sequence[Result], path: str | os.PathLike[str], title: str = 
 
 def page(results: Sequence[Result], title: str = "Results") -> str:
     """The whole page as text."""
-    named = list(zip(shared.names(results), shared.titles(results), results, strict=True))
+    named = list(zip(labels.names(results), labels.titles(results), results, strict=True))
     data: dict[str, Any] = {"charts": {}, "panels": {}}
     common = _common(results)
     sections = [_section(name, title, result, common, data) for name, title, result in named]
@@ -62,7 +62,7 @@ def _file(name: str) -> str:
 def _colours() -> str:
     """The colours of the series as CSS variables, for both schemes."""
     light, dark = (
-        " ".join(f"--series-{number}: {pair[scheme]};" for number, pair in enumerate(shared.COLOURS))
+        " ".join(f"--series-{number}: {pair[scheme]};" for number, pair in enumerate(charts.COLOURS))
         for scheme in (0, 1)
     )
     return f":root {{ {light} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}"
@@ -91,7 +91,7 @@ def _tally(verdicts: Sequence[Verdict]) -> str:
     """How many claims came to what, as figures with a word each."""
     items = "".join(
         f'<li class="{BADGES[outcome][0]}"><span class="count">{count}</span> {outcome.value}</li>'
-        for outcome, count in shared.counts(verdicts).items()
+        for outcome, count in labels.counts(verdicts).items()
     )
     return f'<ul class="tally" aria-label="Claims by outcome">{items}</ul>' if verdicts else ""
 
@@ -99,17 +99,17 @@ def _tally(verdicts: Sequence[Verdict]) -> str:
 def _entry(name: str, title: str, result: Result) -> str:
     marks = "".join(
         f'<span class="mark {BADGES[outcome][0]}">{BADGES[outcome][1]} {count}</span>'
-        for outcome, count in shared.counts(result.verdicts).items()
+        for outcome, count in labels.counts(result.verdicts).items()
         if count
     )
-    words = shared.tally(result.verdicts)
+    words = labels.tally(result.verdicts)
     tally = f'<span class="marks" aria-hidden="true">{marks}</span><span class="unseen">: {words}</span>'
     return f'<li><a href="#{escape(name)}">{escape(title)}</a>{tally if words else ""}</li>'
 
 
 def _section(name: str, title: str, result: Result, common: Sequence[str], data: dict[str, Any]) -> str:
     """An experiment, without what is said at the head of the page; what its charts need is added to ``data``."""
-    parts = [f'<p class="place">{escape(shared.subtitle(result))}</p>']
+    parts = [f'<p class="place">{escape(labels.subtitle(result))}</p>']
     parts += [f"<p>{_prose(paragraph)}</p>" for paragraph in _paragraphs(result) if paragraph not in common]
     if result.verdicts:
         parts.append(f"<h3>Claims</h3><ul class='claims'>{''.join(map(_verdict, result.verdicts))}</ul>")
@@ -146,23 +146,23 @@ def _panels(figures: Sequence[Figure]) -> list[list[Figure]]:
 
 
 def _slides(figure: Figure) -> bool:
-    return figure.slider and not shared.categorical(figure) and bool(shared.positions([figure]))
+    return figure.slider and not charts.categorical(figure) and bool(charts.positions([figure]))
 
 
 def _panel(name: str, number: int, figures: Sequence[Figure], data: dict[str, Any]) -> str:
     panel = f"{name}-panel-{number}"
-    charts = [f"{panel}-chart-{place}" for place in range(1, len(figures) + 1)]
-    data["charts"] |= {chart: _chart_data(figure) for chart, figure in zip(charts, figures, strict=True)}
-    drawn = "\n".join(map(_figure, charts, figures))
+    chart_names = [f"{panel}-chart-{place}" for place in range(1, len(figures) + 1)]
+    data["charts"] |= {chart: _chart_data(figure) for chart, figure in zip(chart_names, figures, strict=True)}
+    drawn = "\n".join(map(_figure, chart_names, figures))
     if not _slides(figures[0]):
         return drawn
-    data["panels"][panel] = {"positions": shared.positions(figures), "charts": charts}
+    data["panels"][panel] = {"positions": charts.positions(figures), "charts": chart_names}
     return f'<div class="panel" id="{panel}">\n{_slider(panel, figures)}\n<div class="charts">{drawn}</div>\n</div>'
 
 
 def _slider(panel: str, figures: Sequence[Figure]) -> str:
     """A slider over every x, and a table of what each series is there: a row for a series, a column for a figure."""
-    x_label, last = escape(figures[0].x_label), len(shared.positions(figures)) - 1
+    x_label, last = escape(figures[0].x_label), len(charts.positions(figures)) - 1
     series = dict.fromkeys(series.name for figure in figures for series in figure.series)
     head = "".join(f'<th scope="col">{escape(figure.y_label)}</th>' for figure in figures)
     body = "".join(f'<tr><th scope="row">{escape(name)}</th>{"<td></td>" * len(figures)}</tr>' for name in series)
@@ -179,12 +179,12 @@ def _slider(panel: str, figures: Sequence[Figure]) -> str:
 def _figure(chart: str, figure: Figure) -> str:
     label = f"Chart: {figure.title}. {figure.y_label} by {figure.x_label}. Arrow keys read off the points."
     keys = [
-        _key(f"s{number % len(shared.COLOURS)}", _dash(figure, number), series.name)
+        _key(f"s{number % len(charts.COLOURS)}", _dash(figure, number), series.name)
         for number, series in enumerate(figure.series)
     ]
     keys += [_key("level", "", f"{name}: {shown(level)}") for name, level in figure.levels.items()]
     across, along = figure.y_label, figure.x_label
-    if shared.categorical(figure):  # lies on its side
+    if charts.categorical(figure):  # lies on its side
         across, along = along, across
     return f"""<figure>
 <figcaption>{escape(figure.title)}</figcaption>
@@ -193,7 +193,7 @@ def _figure(chart: str, figure: Figure) -> str:
 <div class="plot"><div class="chart" id="{chart}" tabindex="0" role="img" aria-label="{escape(label)}"></div>
 <div class="tip" role="status"></div></div>
 <p class="axis along" aria-hidden="true">{escape(along)}</p>
-<details><summary>The numbers</summary>{_table(shared.numbers(figure))}</details>
+<details><summary>The numbers</summary>{_table(charts.numbers(figure))}</details>
 </figure>"""
 
 
@@ -204,23 +204,23 @@ def _key(style: str, dash: str, words: str) -> str:
 
 
 def _dash(figure: Figure, number: int) -> str:
-    return "" if shared.categorical(figure) else shared.DASHES[number % len(shared.DASHES)]
+    return "" if charts.categorical(figure) else charts.DASHES[number % len(charts.DASHES)]
 
 
 def _chart_data(figure: Figure) -> dict[str, Any]:
     """What the script needs to draw a figure, without decisions left to make."""
-    categorical = shared.categorical(figure)
+    categorical = charts.categorical(figure)
     return {
         "bars": categorical,
-        "fromZero": categorical and shared.starts_at_zero(figure),
+        "fromZero": categorical and charts.starts_at_zero(figure),
         "logX": figure.log_x and not categorical,
         "xLabel": figure.x_label,
-        "positions": shared.positions([figure]),
+        "positions": charts.positions([figure]),
         "levels": list(map(_finite, figure.levels.values())),
         "series": [
             {
                 "name": series.name,
-                "colour": f"s{number % len(shared.COLOURS)}",
+                "colour": f"s{number % len(charts.COLOURS)}",
                 "dash": _dash(figure, number),
                 "x": [str(x) if categorical else float(x) for x in series.x],
                 "y": list(map(_finite, series.y)),
@@ -258,7 +258,7 @@ def _cells(tag: str, texts: Iterable[str], right: Iterable[bool]) -> str:
 def _provenance(result: Result) -> str:
     parts = [f"<p>The command:</p><pre><code>{escape(result.command)}</code></pre>"]
     if result.rows:
-        same, trials = shared.provenance(result.rows)
+        same, trials = provenance.settings_of(result.rows)
         items = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in same.items())
         parts += [f"<p>The same for all trials:</p><dl>{items}</dl>"] if same else []
         parts.append(_table(trials))

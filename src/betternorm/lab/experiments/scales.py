@@ -1,16 +1,25 @@
 """What is learned at each scale: the datasets, networks and hyperparameters of all experiments, in one place.
 
-*smoke* is scikit-learn's digits, a second or two a trial. *small* is photographs on a CPU, seconds to two minutes a
-trial: mostly the first twenty classes of Oxford Flowers-102 at 32x32, whose ten images a class make a network overfit,
-as the regularising techniques need. *paper* is section 4.1; the paper gives no learning rates or lengths of training,
-and those here are common for its networks.
+*smoke* is scikit-learn's digits, a second or two per trial. *small* is photographs on a CPU, seconds to two minutes per
+trial: mostly the first twenty classes of Oxford Flowers-102 at 32x32, whose ten images per class make a network
+overfit, as the regularising techniques need. *paper* is section 4.1; the paper gives no learning rates or lengths
+of training, and those here are common for its networks.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from betternorm.lab.data import DATASETS, training_images
 from betternorm.lab.training import Config
+
+SCALES = {  # what a page has to say about them
+    "smoke": "Smoke scale: a second or two of training on scikit-learn's digits. It shows that all runs, no more.",
+    "small": "Small scale: small images, small residual networks and short trainings on a CPU. What it shows is the "
+    "direction of an effect, not its size on the paper's data; the settings are at the end.",
+    "paper": "Paper scale: the paper's data, networks and batch sizes. It gives no learning rates or training lengths.",
+}
+SEEDS = {"smoke": 2, "small": 5, "paper": 3}  # of every arm, where an experiment does not say otherwise
 
 # Denser near 0, where the best alpha of a batch norm network lies, and near 1, where that of a group norm network does.
 ALPHAS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 1.0)
@@ -52,18 +61,6 @@ CALTECH256 = replace(
     precision="16-mixed",
 )
 
-# Training images of the splits that betternorm.lab.data makes, to know the length of a training before it is read.
-TRAINING_IMAGES = {
-    "digits": 1078,
-    "flowers102": 1020,
-    "caltech101": 2020,
-    "cifar100": 40_000,
-    "svhn": 483_510,
-    "caltech256": 10_280,
-    "cub2011": 4_496,
-}
-CLASSES = {"flowers102": 102, "caltech101": 101, "cifar100": 100}
-
 # Groups of channels, for Group Norm and batch group norm. They have to divide the channels of every layer, and those of
 # Inception-v3 have 16 as their largest common divisor; the others have 64.
 GROUPS = {"smoke": 4, "small": 8, "paper": 32}
@@ -79,9 +76,10 @@ TASKS: dict[str, dict[str, Config]] = {
 
 def steps(config: Config) -> int:
     """How many steps a training takes; about, where only some classes are kept."""
-    images = config.train_examples or TRAINING_IMAGES[config.dataset.removeprefix("stand-in:")]
+    dataset = config.dataset.removeprefix("stand-in:")
+    images = config.train_examples or training_images(dataset)
     if config.classes is not None:
-        images = images * config.classes // CLASSES[config.dataset]
+        images = images * config.classes // DATASETS[dataset].classes
     each = images // config.batch_size
     return config.epochs * min(each, config.steps_per_epoch or each)
 

@@ -9,7 +9,7 @@ from betternorm.cli import UserError
 from betternorm.lab import models
 from betternorm.layers import BatchGroupNorm, BatchRenorm, GhostBatchNorm, GroupedBatchNorm
 
-from .conftest import SHARED
+from ..conftest import SHARED
 
 
 def norms(model):
@@ -138,9 +138,9 @@ def too_shallow(folder):
 @pytest.mark.parametrize(
     ("write", "words"),
     [
-        (lambda folder: None, "there are no weights at"),
-        (lambda folder: (folder / "w.pt").write_bytes(b"junk"), "cannot be read as weights"),
-        (lambda folder: torch.save([1, 2], folder / "w.pt"), "holds no weights"),
+        (lambda folder: None, "there is no such file"),
+        (lambda folder: (folder / "w.pt").write_bytes(b"junk"), "damaged or not a checkpoint"),
+        (lambda folder: torch.save([1, 2], folder / "w.pt"), "holds a list; a dict of tensors is wanted"),
         (wrong_width, "does not fit this network: it has another shape of"),
         (wrong_depth, "does not fit this network: it has no place for"),
         (too_shallow, "does not fit this network: it lacks"),
@@ -178,3 +178,10 @@ def test_somebody_elses_weights_are_read():
         pytest.skip(f"no trained networks in {SHARED / 'weights'}")
     state = models.read_weights(path)
     assert any(name.endswith("running_mean") for name in state)
+
+
+@pytest.mark.parametrize(("name", "blocks"), [("cifar100_resnet8", 3), ("cifar100_resnet32", 15)])
+def test_published_networks_for_cifar100_need_no_file_of_the_checkout(name, blocks):
+    network = models.build(name, 100)
+    assert sum(isinstance(module, nn.BatchNorm2d) for module in network.modules()) == 1 + 2 * blocks + 3  # 3 shortcuts
+    assert network(torch.randn(2, 3, 32, 32)).shape == (2, 100)

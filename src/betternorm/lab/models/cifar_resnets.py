@@ -1,9 +1,7 @@
 """The CIFAR-100 ResNets of the public repository karanchahal/distiller, described by their shape, to load its weights.
 
 Unlike the ResNets of He et al. the stem has 64 channels, ReLU follows a stage and not a block's addition, and every
-first block of a stage has a shortcut with a convolution. Usable on the command line:
-
-    betternorm tune benchmarks/cifar_resnets.py:resnet20 --checkpoint resnet20_cifar100.pth --data cifar100.npz
+first block of a stage has a shortcut with a convolution.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ from torch import Tensor, nn
 
 MEAN, STD = (0.507, 0.487, 0.441), (0.267, 0.256, 0.276)  # of the pixels / 255 that the networks were trained on
 DEPTHS = (8, 14, 20, 26, 32)
+CIFAR_RESNETS = {f"cifar100_resnet{depth}": depth for depth in DEPTHS}
 
 
 class Block(nn.Module):
@@ -29,8 +28,9 @@ class Block(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(self.bn1(self.conv1(x)))
-        return self.bn2(self.conv2(y)) + self.shortcut(x)
+        y: Tensor = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
+        shortcut: Tensor = self.shortcut(x)
+        return y + shortcut
 
 
 class CifarResNet(nn.Module):
@@ -52,24 +52,5 @@ class CifarResNet(nn.Module):
         x = F.relu(self.bn1(self.conv1(x)))
         for stage in (self.layer1, self.layer2, self.layer3):
             x = F.relu(stage(x))
-        return self.linear(F.avg_pool2d(x, 4).flatten(1))
-
-
-def resnet8() -> CifarResNet:
-    return CifarResNet(8)
-
-
-def resnet14() -> CifarResNet:
-    return CifarResNet(14)
-
-
-def resnet20() -> CifarResNet:
-    return CifarResNet(20)
-
-
-def resnet26() -> CifarResNet:
-    return CifarResNet(26)
-
-
-def resnet32() -> CifarResNet:
-    return CifarResNet(32)
+        logits: Tensor = self.linear(F.avg_pool2d(x, 4).flatten(1))
+        return logits

@@ -23,7 +23,7 @@ from torch import nn
 from betternorm.cli import UserError
 from betternorm.lab import data, training, trials
 from betternorm.lab.store import Store
-from betternorm.lab.training import Config
+from betternorm.lab.training import Config, checkpoints
 from betternorm.lab.trials import Runtime
 
 HERE = Runtime(threads=1, accelerator="cpu", show=False)
@@ -45,7 +45,7 @@ def assert_same_weights(first, second):
 
 def test_a_run_learns_and_its_row_holds_every_number(tmp_path):
     config = replace(SMALL, epochs=6, steps_per_epoch=None, width=8, learning_rate=0.1, validate_every=2)
-    result = training.run(config, tmp_path, HERE)
+    result = training.train(config, tmp_path, HERE)
     assert result["steps"] == 6 * 16
     assert result["validation_top1"] > 0.5
     assert result["test_top1"] > 0.5
@@ -64,7 +64,7 @@ def test_a_run_learns_and_its_row_holds_every_number(tmp_path):
 @pytest.mark.parametrize("norm", ["batch", "ghost", "group"])
 def test_the_network_left_behind_gives_the_numbers_of_the_row(tmp_path, norm):
     config = replace(SMALL, norm=norm, norm_options={"num_groups": 2} if norm == "group" else ())
-    result = training.run(config, tmp_path, HERE)
+    result = training.train(config, tmp_path, HERE)
     model = training.trained(config, tmp_path)
     digits = data.load()
     images, labels = next(iter(data.Loader(digits, digits.test, len(digits.test))))
@@ -76,7 +76,7 @@ def test_the_network_left_behind_gives_the_numbers_of_the_row(tmp_path, norm):
 
 
 def test_without_tuning_there_is_no_alpha(tmp_path):
-    result = training.run(replace(SMALL, tune_alpha=False, test=False), tmp_path, HERE)
+    result = training.train(replace(SMALL, tune_alpha=False, test=False), tmp_path, HERE)
     assert "alpha" not in result
     assert not any(name.startswith("test") for name in result)
     assert "validation_top1" in result
@@ -95,7 +95,7 @@ def test_the_test_set_is_read_once_and_last(tmp_path, monkeypatch):
     digits = data.load("digits", None)
     monkeypatch.setattr(data, "load", lambda *_, **__: digits)
     monkeypatch.setattr(data.Loader, "__iter__", noted)
-    training.run(replace(SMALL, validate_every=1), tmp_path, HERE)
+    training.train(replace(SMALL, validate_every=1), tmp_path, HERE)
     assert read.count("test") == 1
     assert read[-1] == "test"
     assert read[:2] == ["train", "validation"]
@@ -104,7 +104,7 @@ def test_the_test_set_is_read_once_and_last(tmp_path, monkeypatch):
 def test_a_step_is_sgd_on_the_cross_entropy(tmp_path):
     """Against a loop of its own: torch's SGD, the batches of the loader, the schedule by its formula."""
     config = replace(SMALL, tune_alpha=False, test=False, epochs=2, steps_per_epoch=4, nesterov=True)
-    training.run(config, tmp_path, HERE)
+    training.train(config, tmp_path, HERE)
     digits = data.load()
     model = training.build_model(config, digits).train()
     decayed = [p for p in model.parameters() if p.dim() > 1]
@@ -130,8 +130,8 @@ def test_a_step_is_sgd_on_the_cross_entropy(tmp_path):
 def test_accumulated_gradients_are_those_of_the_whole_batch(tmp_path):
     """With ghost batches of the size of a part, parts and whole have the same statistics."""
     whole = replace(SMALL, norm="ghost", norm_options={"ghost_size": 16}, tune_alpha=False, test=False)
-    training.run(whole, tmp_path / "whole", HERE)
-    training.run(replace(whole, accumulate=4), tmp_path / "parts", HERE)
+    training.train(whole, tmp_path / "whole", HERE)
+    training.train(replace(whole, accumulate=4), tmp_path / "parts", HERE)
     first, second = weights(tmp_path / "whole"), weights(tmp_path / "parts")
     for name in first:
         if "running" not in name and "tracked" not in name:
@@ -161,17 +161,17 @@ def test_gamma_decays_toward_its_target(tmp_path):
     )
     for target in (0, 1):
         folder = tmp_path / str(target)
-        training.run(replace(config, gamma_target=target), folder, HERE)
+        training.train(replace(config, gamma_target=target), folder, HERE)
         gamma = weights(folder)["norm.weight"]
         assert (gamma - target).abs().mean() < 0.35
 
 
 def test_fine_tuning_begins_from_another_trial(tmp_path):
-    first = trials.run(replace(SMALL, classes=4), tmp_path, HERE)
+    first = trials.run_trial(replace(SMALL, classes=4), tmp_path, HERE)
     tuned = replace(
         SMALL, finetune_from=f"trial:{first.key}", learning_rate=1e-9, weight_decay=0.0, epochs=1, steps_per_epoch=1
     )
-    second = trials.run(tuned, tmp_path, HERE)
+    second = trials.run_trial(tuned, tmp_path, HERE)
     assert second.status == "done", second.error
     before, after = (weights(Store(tmp_path).trial_folder(row.key)) for row in (first, second))
     assert torch.allclose(before["stem.weight"], after["stem.weight"], atol=1e-6)
@@ -185,7 +185,7 @@ LONGER = replace(SMALL, epochs=8, steps_per_epoch=8, norm="ghost", norm_options=
 
 
 def attempt(config, folder):
-    trials.run(config, folder, HERE)
+    trials.run_trial(config, folder, HERE)
 
 
 def kill_soon_after_a_checkpoint(config, folder, delay):
@@ -260,9 +260,9 @@ def compare(folder, calm):
 
 
 def test_random_numbers_of_all_kinds_are_in_the_checkpoint():
-    before = training._random_state()
+    before = checkpoints.random_state()
     drawn = [(torch.rand(1).item(), np.random.rand(), random.random()) for _ in range(2)]
-    training._set_random_state(before)
+    checkpoints.set_random_state(before)
     assert [(torch.rand(1).item(), np.random.rand(), random.random()) for _ in range(2)] == drawn
 
 
@@ -276,12 +276,12 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        training.run(config, tmp_path, HERE, stop)
+        training.train(config, tmp_path, HERE, stop)
     assert len(seen) == 15  # of 24 steps; the checkpoint is of step 12
     resumed = []
-    result = training.run(config, tmp_path, HERE, resumed.append)
+    result = training.train(config, tmp_path, HERE, resumed.append)
     assert len(resumed) == 12
-    undisturbed = training.run(config, tmp_path / "undisturbed", HERE)
+    undisturbed = training.train(config, tmp_path / "undisturbed", HERE)
     assert result == undisturbed
     assert_same_weights(weights(tmp_path), weights(tmp_path / "undisturbed"))
 
@@ -312,7 +312,7 @@ def test_two_processes_are_one_with_ghost_batches(tmp_path):
         norm="ghost",
         norm_options={"ghost_size": 32},
     )
-    one = trials.run(config, tmp_path / "one", HERE)
+    one = trials.run_trial(config, tmp_path / "one", HERE)
     first = weights(Store(tmp_path / "one").trial_folder(one.key))
     second = weights(Store(tmp_path / "two").trial_folder(two.key))
     for name in first:
@@ -348,8 +348,8 @@ def test_configurations_that_cannot_be(options, words):
         ({"batch_size": 2000}, "batch_size is 2000; the training split has 1079 examples"),
         ({"norm_decay": "some"}, "norm_decay is 'some'"),
         ({"gamma_target": 1}, "weight_decay is 0 in every group with gammas"),
-        ({"finetune_from": "nowhere.pt"}, r"there are no weights at nowhere\.pt"),
-        ({"finetune_from": "trial:0123"}, "there are no weights at"),
+        ({"finetune_from": "nowhere.pt"}, r"checkpoint nowhere\.pt: there is no such file"),
+        ({"finetune_from": "trial:0123"}, "there is no such file"),
         ({"precision": "3"}, "Lightning Fabric refuses"),
         ({"learning_rate": 1e30}, r"the loss is nan at step \d+ \(epoch 0\) with learning rate .*e\+"),
         (
@@ -360,7 +360,7 @@ def test_configurations_that_cannot_be(options, words):
 )
 def test_what_goes_wrong_says_so_in_one_line(tmp_path, options, words):
     with pytest.raises(UserError, match=words) as problem:
-        training.run(replace(SMALL, **options), tmp_path, HERE)
+        training.train(replace(SMALL, **options), tmp_path, HERE)
     assert "\n" not in str(problem.value)
 
 
@@ -369,14 +369,14 @@ def wrong_network(num_classes):
 
 
 def test_a_checkpoint_of_another_configuration_is_refused_and_kept(tmp_path):
-    training.run(SMALL, tmp_path, HERE)
+    training.train(SMALL, tmp_path, HERE)
     before = (tmp_path / "model.pt").read_bytes()
     with pytest.raises(UserError, match="belongs to another configuration"):
-        training.run(replace(SMALL, seed=1), tmp_path, HERE)
+        training.train(replace(SMALL, seed=1), tmp_path, HERE)
     assert (tmp_path / "model.pt").read_bytes() == before
     (tmp_path / "model.pt").write_bytes(before[:1000])
     with pytest.raises(UserError, match="is not a checkpoint of this program"):
-        training.run(SMALL, tmp_path, HERE)
+        training.train(SMALL, tmp_path, HERE)
 
 
 FULL = """
@@ -398,7 +398,7 @@ def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        trials.run(config, tmp_path, HERE, progress=stop)
+        trials.run_trial(config, tmp_path, HERE, progress=stop)
     before = (folder / "checkpoint.pt").read_bytes()
     assert len(before) > 100_000
     flags = ["--width", "16", "--blocks", "1", "1", "--epochs", "2", "--batch-size", "64", "--learning-rate", "0.05"]
@@ -408,40 +408,40 @@ def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(tmp_path):
     assert ran.stderr.count("\n") == 1
     assert "checkpoint.pt cannot be written" in ran.stderr
     assert (folder / "checkpoint.pt").read_bytes() == before
-    assert trials.run(config, tmp_path, HERE, retry=True).status == "done"
+    assert trials.run_trial(config, tmp_path, HERE, retry=True).status == "done"
 
 
 def test_a_bar_shows_loss_accuracy_speed_and_what_is_left(tmp_path, capsys, monkeypatch):
     clock = itertools.count()
     monkeypatch.setattr("betternorm.progress.time.monotonic", lambda: next(clock))  # drawn at every step
-    training.run(SMALL, tmp_path, replace(HERE, show=True))
+    training.train(SMALL, tmp_path, replace(HERE, show=True))
     shown = capsys.readouterr().err
     assert "12/12" in shown
     assert re.search(r"left  epoch 2/2  loss \d\.\d{3}  top-1 [\d.]+%  [\d,]+ images/s", shown)
 
 
 def test_curves_for_tensorboard_on_request(tmp_path):
-    training.run(SMALL, tmp_path, replace(HERE, tensorboard=True))
+    training.train(SMALL, tmp_path, replace(HERE, tensorboard=True))
     (file,) = (tmp_path / "tensorboard").iterdir()
     assert file.stat().st_size > 100
 
 
 @pytest.mark.parametrize("options", [{"channels_last": True}, {"deterministic": False}])
 def test_other_ways_of_running_give_the_same_network(tmp_path, options):
-    training.run(SMALL, tmp_path / "plain", HERE)
-    training.run(SMALL, tmp_path / "other", replace(HERE, **options))
+    training.train(SMALL, tmp_path / "plain", HERE)
+    training.train(SMALL, tmp_path / "other", replace(HERE, **options))
     first, second = weights(tmp_path / "plain"), weights(tmp_path / "other")
     for name in first:
         assert torch.allclose(first[name].double(), second[name].double(), atol=1e-4), name
 
 
 def test_half_precision_trains(tmp_path):
-    result = training.run(replace(SMALL, precision="bf16-mixed"), tmp_path, HERE)
+    result = training.train(replace(SMALL, precision="bf16-mixed"), tmp_path, HERE)
     assert math.isfinite(result["train_loss"])
 
 
 def test_torch_is_left_as_it_was(tmp_path):
-    training.run(SMALL, tmp_path, HERE)
+    training.train(SMALL, tmp_path, HERE)
     assert not torch.are_deterministic_algorithms_enabled()
     assert torch.utils.deterministic.fill_uninitialized_memory
 
@@ -449,8 +449,8 @@ def test_torch_is_left_as_it_was(tmp_path):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's compiler, about torch itself
 def test_a_compiled_network_is_the_same_network(tmp_path):
-    training.run(SMALL, tmp_path / "plain", HERE)
-    training.run(SMALL, tmp_path / "compiled", replace(HERE, compile=True))
+    training.train(SMALL, tmp_path / "plain", HERE)
+    training.train(SMALL, tmp_path / "compiled", replace(HERE, compile=True))
     first, second = weights(tmp_path / "plain"), weights(tmp_path / "compiled")
     assert first.keys() == second.keys()
     for name in first:

@@ -38,8 +38,8 @@ def add_arguments(group: Any, *, retry: bool) -> None:
     group.add_argument("--quiet", action="store_true", help="no progress bar")
 
 
-def given(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What :func:`betternorm.lab.engines.run` takes besides trials and a folder."""
+def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What :func:`betternorm.lab.engines.run_trials` takes besides trials and a folder."""
     bars = False if arguments.quiet else None
     return {
         "runtime": Runtime(**{name: getattr(arguments, name) for name in RUNTIME}, show=bars),
@@ -69,10 +69,10 @@ def _reader(kind: Any) -> Any:
     if not isinstance(kind, types.UnionType):
         return kind
     members = [member for member in typing.get_args(kind) if member is not types.NoneType]
-    return members[0] if len(members) == 1 else value
+    return members[0] if len(members) == 1 else parse_value
 
 
-def value(word: str) -> Any:
+def parse_value(word: str) -> Any:
     try:
         return json.loads(word)
     except json.JSONDecodeError:

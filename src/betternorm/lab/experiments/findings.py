@@ -1,0 +1,117 @@
+"""What an experiment makes of its rows: the numbers of every arm, the cells of a table, the curves of a figure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from betternorm.lab import stats
+from betternorm.lab.results import Figure, Series, Table, Verdict
+from betternorm.lab.store import Row
+
+Label = tuple[Any, ...]
+NOT_RUN = "not run"
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What an experiment concludes from its rows."""
+
+    tables: Sequence[Table]
+    figures: Sequence[Figure]
+    verdicts: Sequence[Verdict]
+    notes: str = ""
+
+
+class FinishedRuns(Mapping[Label, list[Row]]):
+    """The finished rows of every arm by its label, at one scale. An arm that has none yet is an empty list."""
+
+    def __init__(self, scale: str, rows: Mapping[Label, list[Row]]) -> None:
+        self.scale, self._rows = scale, dict(rows)
+
+    def __getitem__(self, label: Label) -> list[Row]:
+        return self._rows[label]
+
+    def __iter__(self) -> Iterator[Label]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def names(self, place: int = 0, *, first: Any = None) -> list[Any]:
+        """The different values at a place of the labels, in their order: the datasets, or the methods.
+
+        ``first`` counts only labels that begin with it, such as those of one dataset.
+        """
+        return list(dict.fromkeys(label[place] for label in self if first is None or label[0] == first))
+
+    def numbers(self, label: Label, name: str) -> list[float]:
+        """A number of every run of an arm; shares come in per cent."""
+        return [scaled(name, row[name]) for row in self._rows.get(label, [])]
+
+    def by_seed(self, *readings: tuple[Label, str]) -> list[list[float]]:
+        """Numbers of several arms, seed by seed, for the seeds that all of them have run."""
+        found = [
+            dict(zip((row["seed"] for row in self[label]), self.numbers(label, name), strict=True))
+            for label, name in readings
+        ]
+        seeds = sorted(set.intersection(*map(set, found)))
+        return [[values[seed] for seed in seeds] for values in found]
+
+    def pairs(self, label: Label, first: str, second: str) -> list[float]:
+        """First less second, run by run."""
+        return [a - b for a, b in zip(self.numbers(label, first), self.numbers(label, second), strict=True)]
+
+
+def scaled(name: str, value: float) -> float:
+    """Shares in per cent, everything else as it is."""
+    return value * 100 if name.split("_")[0] != "alpha" and ("top1" in name or "top5" in name) else value
+
+
+def cell(values: Sequence[float]) -> str:
+    """Mean, spread and n, as a table shows them."""
+    return str(stats.summary(values)) if len(values) else NOT_RUN
+
+
+def mean(values: Sequence[float]) -> float:
+    return stats.summary(values).mean
+
+
+def curve(name: str, points: Mapping[Any, Sequence[float]]) -> Series:
+    """The mean of every point that has been run, with the interval of the mean where there are two runs or more."""
+    points = {x: values for x, values in points.items() if len(values)}
+    found = [stats.summary(values) for values in points.values()]
+    bounds = [one.t_interval if one.n > 1 else (one.mean, one.mean) for one in found]
+    return Series(name, list(points), [one.mean for one in found], [b[0] for b in bounds], [b[1] for b in bounds])
+
+
+def alpha_points(rows: Iterable[Row], metric: str, within: float = 1.0) -> dict[float, list[float]]:
+    """A metric on validation data by alpha, for those that every run tried, up to ``within`` of the trained one."""
+    tables = [({line["alpha"]: line for line in row["alpha_table"]}, row["alpha_as_trained"]) for row in rows]
+    if not tables:
+        return {}
+    shared = set.intersection(*(set(table) for table, _ in tables))
+    return {
+        alpha: [scaled(metric, table[alpha][metric]) for table, _ in tables]
+        for alpha in sorted(shared)
+        if all(abs(alpha - trained) <= within for _, trained in tables)
+    }
+
+
+def alpha_figures(title: str, arms: Mapping[str, Sequence[Row]], within: float = 1.0) -> list[Figure]:
+    """Top-1, top-5 and cross-entropy against alpha, a figure each, a curve an arm."""
+    words = {"top1": "top-1, %", "top5": "top-5, %", "cross_entropy": "cross-entropy"}
+    figures = []
+    for metric, label in words.items():
+        series = [curve(name, alpha_points(rows, metric, within)) for name, rows in arms.items()]
+        series = [one for one in series if one.x]
+        if series:
+            figures.append(Figure(f"{title}: {label.split(',')[0]}", "alpha", label, series, slider=True))
+    return figures
+
+
+def best(points: Mapping[Any, Sequence[float]], higher: bool = True) -> Any:
+    """Where the mean is best, of the points that have been run; None where none has."""
+    means = {x: stats.summary(values).mean for x, values in points.items() if len(values)}
+    return (max if higher else min)(means, key=lambda x: means[x]) if means else None

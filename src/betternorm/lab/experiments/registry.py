@@ -1,0 +1,58 @@
+"""Which experiments there are, and the trials of each: its arms at a scale, times its seeds."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import ModuleType
+
+from betternorm.cli import UserError
+from betternorm.lab.experiments.findings import Label
+from betternorm.lab.experiments.scales import SCALES, SEEDS
+from betternorm.lab.trials import Trial
+
+NAMES = (  # in the order of the paper
+    "alpha-imagenet",
+    "alpha-groupnorm",
+    "ghost-size",
+    "alpha-ghost",
+    "decay",
+    "small-batch",
+    "combined",
+    "transfer",
+    "non-iid",
+    "output-range",
+    "negative",
+    "baselines",
+)
+
+
+Arms = Mapping[Label, Trial]
+
+
+def chosen(words: Sequence[str]) -> list[str]:
+    """The names of experiments that some words mean; "all" is every one."""
+    for word in words:
+        if word not in (*NAMES, "all"):
+            raise UserError(f"there is no experiment {word!r}; there are all, {', '.join(NAMES)}")
+    return [name for name in NAMES if "all" in words or name in words]
+
+
+def module(name: str) -> ModuleType:
+    """Where an experiment declares what it is."""
+    return importlib.import_module(f"betternorm.lab.experiments.{chosen([name])[0].replace('-', '_')}")
+
+
+def trials_of(name: str, scale: str, seeds: int | None = None, own: Arms | None = None) -> dict[Label, list[Trial]]:
+    """The trials of an experiment by the label of their arm, one for each seed; ``own`` arms stand in for its own."""
+    if scale not in SCALES:
+        raise UserError(f"scale is {scale!r}; it has to be one of {', '.join(SCALES)}")
+    if seeds is not None and seeds < 1:
+        raise UserError(f"seeds is {seeds}; it has to be 1 or more")
+    experiment = module(name)
+    count = seeds or getattr(experiment, "SEEDS", {}).get(scale, SEEDS[scale])
+    return {  # a trial in which nothing is random is run once
+        label: [replace(trial, seed=seed) for seed in range(count if getattr(trial, "random", True) else 1)]
+        for label, trial in (own or experiment.arms(scale)).items()
+    }

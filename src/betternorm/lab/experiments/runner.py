@@ -1,0 +1,80 @@
+"""Run what is missing of some experiments, and conclude from the rows in the store."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from betternorm.lab import engines
+from betternorm.lab.experiments.claims import RULE
+from betternorm.lab.experiments.findings import FinishedRuns, Label
+from betternorm.lab.experiments.registry import NAMES, Arms, module, trials_of
+from betternorm.lab.experiments.scales import SCALES
+from betternorm.lab.results import Result
+from betternorm.lab.store import DONE, Row, Store
+from betternorm.lab.trials import Runtime, Trial
+
+
+def reproduce(
+    names: Sequence[str],
+    scale: str,
+    folder: str | os.PathLike[str],
+    *,
+    seeds: int | None = None,
+    own: Arms | None = None,
+    runtime: Runtime | None = None,
+    **how: Any,
+) -> list[Result]:
+    """Run what is missing of some experiments, and return what they come to.
+
+    ``how`` goes to :func:`betternorm.lab.engines.run_trials`. An experiment's rows are found by the keys of its trials:
+    those that experiments share are run once, and what was run before is not run again.
+    """
+    wanted = [trial for name in names for arm in trials_of(name, scale, seeds, own).values() for trial in arm]
+    engines.run_trials(seeds_first(wanted), folder, runtime=runtime, **how)
+    return [result(name, scale, Store(folder), seeds, own) for name in names]
+
+
+def seeds_first(wanted: Sequence[Trial]) -> list[Trial]:
+    """All trials with the first seed, then all with the second: interrupted early, every arm has something to show."""
+    return sorted(dict.fromkeys(wanted), key=lambda trial: trial.seed)
+
+
+def results(folder: str | os.PathLike[str], scale: str, names: Sequence[str] = NAMES) -> list[Result]:
+    """What the rows in a store come to: a result for every experiment that has any."""
+    store = Store(folder)
+    return [found for name in names if (found := result(name, scale, store)).rows]
+
+
+def result(name: str, scale: str, store: Store, seeds: int | None = None, own: Arms | None = None) -> Result:
+    """What the rows in a store come to for one experiment; what is missing is said in its notes."""
+    experiment = module(name)
+    rows: dict[Label, list[Row]] = {}
+    missing, failed = 0, []
+    for label, arm in trials_of(name, scale, seeds, own).items():
+        found = [store.get(trial.key) for trial in arm]
+        rows[label] = [row for row in found if row is not None and row.status == DONE]
+        missing += len(arm) - len(rows[label])
+        failed += [row for row in found if row is not None and row.error]
+    findings = experiment.conclude(FinishedRuns(scale, rows))
+    command = f"betternorm reproduce {name} --scale {scale}"
+    _, _, claims = inspect.cleandoc(experiment.__doc__ or "").partition("\n\n")  # what the paper says
+    notes = [" ".join(claims.split()), SCALES[scale], findings.notes, RULE]
+    if missing:
+        total = missing + sum(map(len, rows.values()))
+        notes.append(f"{missing} of {total} trials have not been run yet; `{command}` runs those and no others.")
+    notes += [f"Trial {row.key} failed: {row.reason}" for row in failed]
+    return Result(
+        name=name,
+        title=experiment.TITLE,
+        place=experiment.PLACE,
+        scale=scale,
+        command=command,
+        tables=findings.tables,
+        figures=[figure for figure in findings.figures if any(len(series.x) for series in figure.series)],
+        verdicts=findings.verdicts,
+        rows=list({row.key: row for arm in rows.values() for row in arm}.values()),
+        notes="\n\n".join(note for note in notes if note),
+    )

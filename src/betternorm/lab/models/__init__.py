@@ -1,0 +1,24 @@
+"""The networks of the experiments (section 4.1), with any normalisation.
+
+The paper's ResNet-18 for small images is in ``resnet``, the published networks for CIFAR-100 in ``cifar_resnets``; the
+others come from timm or torchvision.
+"""
+
+from betternorm.lab.models.building import ALIASES, NETWORKS, NORMS, apply_norm, build
+from betternorm.lab.models.cifar_resnets import CIFAR_RESNETS, CifarResNet
+from betternorm.lab.models.resnet import PreActivationBlock, ResNet
+from betternorm.lab.models.weights import load_weights, read_weights
+
+__all__ = [
+    "ALIASES",
+    "CIFAR_RESNETS",
+    "NETWORKS",
+    "NORMS",
+    "CifarResNet",
+    "PreActivationBlock",
+    "ResNet",
+    "apply_norm",
+    "build",
+    "load_weights",
+    "read_weights",
+]

@@ -1,0 +1,20 @@
+"""Training a network and judging it (section 4): the configuration, the session that runs it, its checkpoints."""
+
+from betternorm.lab.training.checkpoints import deterministic
+from betternorm.lab.training.config import JUDGED_BY, Config, build_model, learning_rate, load_data
+from betternorm.lab.training.evaluation import evaluate, tune_for_row
+from betternorm.lab.training.session import Session, train, trained
+
+__all__ = [
+    "JUDGED_BY",
+    "Config",
+    "Session",
+    "build_model",
+    "deterministic",
+    "evaluate",
+    "learning_rate",
+    "load_data",
+    "train",
+    "trained",
+    "tune_for_row",
+]
