@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from betternorm.alpha import AlphaSearch, calibrate, compare_alpha, get_alpha, set_alpha, tune_alpha
+from betternorm.errors import UncertainGainWarning
 from betternorm.layers import GhostBatchNorm, GroupedBatchNorm
 from betternorm.metrics import Metric
 from betternorm.surgery import convert
 
 # Most tests insist on an alpha, and do not care whether it is any good.
-pytestmark = pytest.mark.filterwarnings("ignore:the gain in")
+pytestmark = pytest.mark.filterwarnings("ignore::betternorm.errors.UncertainGainWarning")
 
 
 def small_network(norm: type[nn.Module] | Any = nn.BatchNorm2d) -> nn.Sequential:
@@ -322,7 +323,7 @@ def test_a_clear_gain_is_set_and_its_interval_holds_the_truth() -> None:
 
 def test_a_gain_that_could_be_chance_is_told_and_not_set() -> None:
     model = known()
-    with pytest.warns(UserWarning, match="not distinguishable from zero: alpha stays 0"):
+    with pytest.warns(UncertainGainWarning, match="not distinguishable from zero: alpha stays 0"):
         found = tune_alpha(model, noisy(0.001, 50, 0.5), (), squared_error, forward=answer)
     assert not found.significant
     assert get_alpha(model) == found.alpha == 0.0

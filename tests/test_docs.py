@@ -31,6 +31,7 @@ from torch import nn
 
 import betternorm
 from betternorm.cli import COMMANDS, FINDING, OK, build_parser, main
+from betternorm.errors import UncertainGainWarning
 from betternorm.integrations.models import load_model
 
 ROOT = Path(__file__).parents[1]
@@ -167,7 +168,7 @@ def test_python_of_a_page_runs(page: Path, readers_folder: Path, capsys: pytest.
             continue
         with warnings.catch_warnings():
             # An untrained network on noise: nothing is to be gained, and the library says so.
-            warnings.filterwarnings("ignore", message="the gain in .* is not distinguishable from zero")
+            warnings.simplefilter("ignore", UncertainGainWarning)
             if ">>> " in block.text:
                 _run_doctest(block, names, page)
             else:

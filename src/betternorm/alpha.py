@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from betternorm.batches import Forward, device_of, evaluating, iterate, length_of, output_and_target, output_of
+from betternorm.errors import UncertainGainWarning
 from betternorm.evidence import Gain, mcnemar, paired_bootstrap
 from betternorm.layers import GroupedBatchNorm, checked_alpha
 from betternorm.metrics import SHARES, Metric, named_metrics
@@ -424,7 +425,7 @@ def tune_alpha(
     if result.per_layer is not None and result.per_layer.kept:
         result.alpha = result.per_layer.alphas
     elif not result.significant:
-        warnings.warn(result.verdict(), stacklevel=2)
+        warnings.warn(result.verdict(), UncertainGainWarning, stacklevel=2)
     for name, layer in layers.items():
         layer.alpha = result.alpha[name] if isinstance(result.alpha, dict) else result.alpha
     return result

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from betternorm.alpha import get_alpha, set_alpha
-from betternorm.cli import UserError
+from betternorm.errors import UserError
 from betternorm.integrations.checkpoints import load_checkpoint
 from betternorm.surgery import convert
 

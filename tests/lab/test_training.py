@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import nn
 
-from betternorm.cli import UserError
+from betternorm.errors import UserError
 from betternorm.lab import data, training, trials
 from betternorm.lab.store import Store
 from betternorm.lab.training import Config

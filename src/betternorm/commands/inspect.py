@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from betternorm.advice import Advice, advise
-from betternorm.cli import OK, UserError
+from betternorm.cli import OK
+from betternorm.errors import UserError
 from betternorm.inspection import NormReport, guess_input, norm_report
 from betternorm.integrations.models import load_model
 from betternorm.picture import colour

@@ -8,7 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from betternorm.cli import OK, UserError
+from betternorm.cli import OK
+from betternorm.errors import UserError
 from betternorm.lab import demo, experiments
 from betternorm.lab.report import files, page, shared
 from betternorm.lab.results import Result, Verdict

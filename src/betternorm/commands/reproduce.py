@@ -8,8 +8,9 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from betternorm.cli import FINDING, OK, UserError
+from betternorm.cli import FINDING, OK
 from betternorm.commands import running
+from betternorm.errors import UserError
 from betternorm.lab import experiments
 from betternorm.lab.experiments import plan
 from betternorm.lab.results import Result

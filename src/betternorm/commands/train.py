@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from betternorm.cli import FINDING, OK, UserError
+from betternorm.cli import FINDING, OK
 from betternorm.commands import running
+from betternorm.errors import UserError
 from betternorm.lab import engines, stats
 from betternorm.lab.store import DONE, Row, Store
 from betternorm.lab.training import JUDGED_BY, Config

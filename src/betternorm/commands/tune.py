@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from betternorm.alpha import AlphaSearch, tune_alpha
 from betternorm.batches import evaluating, output_and_target
-from betternorm.cli import FINDING, OK, UserError
+from betternorm.cli import FINDING, OK
+from betternorm.errors import UncertainGainWarning, UserError
 from betternorm.integrations.checkpoints import load_checkpoint
 from betternorm.integrations.images import Batches, preprocessing, read_images
 from betternorm.integrations.models import load_model
@@ -219,7 +220,7 @@ def _tuned(
     had_begun = unfinished.exists()
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="the gain in")  # the table says it
+            warnings.simplefilter("ignore", UncertainGainWarning)  # the table says it
             found = tune_alpha(
                 convert(model, "weighed"),
                 loader,
@@ -232,7 +233,7 @@ def _tuned(
                 resume=unfinished,
                 progress=False if arguments.quiet or arguments.json else None,
             )
-    except (ValueError, TypeError, UserError) as error:
+    except (ValueError, TypeError) as error:
         if not had_begun:
             unfinished.unlink(missing_ok=True)
         raise UserError(_first_line(error)) from error

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from betternorm.cli import UserError
+from betternorm.errors import UserError
 
 # Where trainers put the weights within a checkpoint, and what wrappers put before the names.
 WRAPPERS = ("state_dict", "model_state_dict", "model_state", "model", "net", "network", "module", "weights", "params")

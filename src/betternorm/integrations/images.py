@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from betternorm.cli import UserError
+from betternorm.errors import UserError
+from betternorm.integrations.loading import ImageLoader
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff", ".gif")
 SPLITS = ("", "val_", "validation_", "test_", "train_")  # before "images" and "labels" in an .npz, in order of choice
@@ -162,7 +163,7 @@ class Batches:
 
     def __init__(self, images: Labelled, batch_size: int, workers: int, pin: bool) -> None:
         self.batch_size = batch_size
-        self._loader = torch.utils.data.DataLoader(
+        self._loader = ImageLoader(
             images, batch_size=batch_size, num_workers=workers, pin_memory=pin, persistent_workers=workers > 0
         )
 
@@ -170,16 +171,7 @@ class Batches:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        try:
-            yield from self._loader
-        except UserError as error:
-            raise UserError(str(error).strip().splitlines()[-1].split("UserError: ")[-1]) from None
-        except RuntimeError as error:
-            if "stack expects each tensor to be equal size" in str(error):
-                raise UserError(
-                    "the images are of different sizes: give the side the network sees with --size"
-                ) from None
-            raise
+        yield from self._loader
 
 
 def _folder(path: Path, how: Preprocessing) -> Labelled:

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from betternorm.cli import UserError
+from betternorm.errors import UserError
+from betternorm.integrations.loading import ImageLoader
 
 SPLIT_SEED = 0  # one split of every dataset for all time: changing this makes every stored result incomparable
 MEMORY_LIMIT = 4 << 30  # bytes of images held in memory; what needs more is streamed
@@ -557,6 +558,8 @@ def _picture(name: str, split: Split, row: int) -> Any:
     number = int(split.rows[row]) if split.rows is not None else row
     try:
         return split.source[number][0].convert("RGB")
+    except UserError:
+        raise
     except (OSError, SyntaxError, ValueError) as problem:
         raise UserError(f"image {number} of {name} cannot be read: {problem}; replace or remove it") from problem
 
@@ -710,19 +713,16 @@ class Loader:
     def _from_files(self, batches: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         generator = _generator(self.seed, self.epoch, "augment")
         files = _Decoded(self.split, self.facts, self.augment)
-        loader = torch.utils.data.DataLoader(
+        loader = ImageLoader(
             files,
             batch_sampler=[self._mine(batch).tolist() for batch in batches],
             num_workers=self.workers,
             generator=generator,  # seeds the workers, so that an epoch's crops follow from seed and epoch
             pin_memory=self.device.type == "cuda",
         )
-        try:
-            for images, labels in loader:
-                images = images.to(self.device, non_blocking=True)
-                yield (images * self._scale).add_(self._shift), labels.to(self.device, non_blocking=True)
-        except UserError as problem:  # from a worker it comes with the worker's traceback; its last line says it
-            raise UserError(str(problem).strip().splitlines()[-1].split("UserError: ")[-1]) from None
+        for images, labels in loader:
+            images = images.to(self.device, non_blocking=True)
+            yield (images * self._scale).add_(self._shift), labels.to(self.device, non_blocking=True)
 
 
 class _Decoded(torch.utils.data.Dataset):  # type: ignore[type-arg]

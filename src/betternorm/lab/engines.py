@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from betternorm.cli import UserError
+from betternorm.errors import UserError
 from betternorm.lab.store import FAILED, RUNNING, Row, Store
 from betternorm.lab.trials import Runtime, Trial, perform, settled
 from betternorm.lab.trials import run as run_trial

@@ -11,7 +11,7 @@ import os
 
 from torch.nn.parallel import DistributedDataParallel
 
-from betternorm.cli import UserError
+from betternorm.errors import UserError
 from betternorm.integrations.torchvision import ready
 from betternorm.lab.trials import Runtime
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from betternorm.cli import UserError
+from betternorm.errors import UserError
 from betternorm.integrations.models import load_model
 from betternorm.surgery import OPTIONS, convert
 

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from betternorm.alpha import get_alpha, set_alpha, tune_alpha
-from betternorm.cli import UserError
 from betternorm.decay import decay_toward_one, param_groups
+from betternorm.errors import UncertainGainWarning, UserError
 from betternorm.lab import data as datasets
 from betternorm.lab import models
 from betternorm.lab.store import atomic, make_folder
@@ -309,7 +309,7 @@ class Session:
         )
         with warnings.catch_warnings():
             # That a gain may be chance is said in the row.
-            warnings.filterwarnings("ignore", message="the gain in", category=UserWarning)
+            warnings.simplefilter("ignore", UncertainGainWarning)
             found = tune_alpha(
                 self.model,
                 loader,

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from betternorm.cli import UserError
 from betternorm.commands import report
+from betternorm.errors import UserError
 from betternorm.lab import experiments, models
 from betternorm.lab.experiments import suite
 from betternorm.lab.results import Outcome

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from betternorm.cli import UserError
+from betternorm.errors import UserError
 from betternorm.lab import engines
 from betternorm.lab.experiments.suite import RULE, Label, Runs
 from betternorm.lab.results import Result

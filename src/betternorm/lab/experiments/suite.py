@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from betternorm.alpha import AlphaSearch, tune_alpha, weighed_layers
+from betternorm.errors import UncertainGainWarning
 from betternorm.lab import stats
 from betternorm.lab.data import Data, Loader
 from betternorm.lab.results import Figure, Outcome, Series, Table, Verdict
@@ -222,7 +223,7 @@ def network_file(config: Config, folder: Path, runtime: Runtime) -> Path:
 def tuned(network: nn.Module, loader: Iterable[Any], **options: Any) -> AlphaSearch:
     """:func:`betternorm.tune_alpha` that sets the best alpha, and leaves it to the row to say that it may be chance."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="the gain in", category=UserWarning)
+        warnings.simplefilter("ignore", UncertainGainWarning)
         return tune_alpha(network, loader, JUDGED_BY, insist=True, **options)
 
 
