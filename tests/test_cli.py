@@ -17,9 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from betternorm import cli, terminal
+from betternorm import cli
 from betternorm.cli import BAD_INPUT, COMMANDS, INTERRUPTED, OK, build_parser, main
 from betternorm.commands.completion import _subparser
+from betternorm.display import terminal
 from betternorm.errors import UserError
 
 # What a machine reads is the script itself, or a page, or a dashboard.

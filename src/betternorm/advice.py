@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from betternorm.display.progress import Bar
+from betternorm.display.tables import table
 from betternorm.inspection import NormReport, norm_layers
-from betternorm.progress import Bar
 from betternorm.surgery import GROUPS, convert
-from betternorm.tables import table
 
 M = TypeVar("M", bound=nn.Module)
 

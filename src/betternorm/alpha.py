@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from betternorm.batches import Forward, device_of, evaluating, iterate, length_of, output_and_target, output_of
+from betternorm.display.progress import Bar
+from betternorm.display.tables import table
 from betternorm.errors import UncertainGainWarning
 from betternorm.evidence import Gain, mcnemar, paired_bootstrap
 from betternorm.layers import GroupedBatchNorm, checked_alpha
 from betternorm.metrics import SHARES, Metric, named_metrics
-from betternorm.progress import Bar
 from betternorm.surgery import convert
-from betternorm.tables import table
 from betternorm.tuning import Folds, Runs, alpha_grid, fit_per_layer, from_u, search, to_u
 
 AnyMetric = str | Metric | Callable[[Any, Any], Any]

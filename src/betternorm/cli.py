@@ -14,8 +14,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from betternorm import __version__
+from betternorm.display.terminal import paint
 from betternorm.errors import UserError
-from betternorm.terminal import paint
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
+from betternorm.display.tables import table
 from betternorm.inspection import NormReport, gammas_and_betas, guess_input, norm_layers, norm_report
-from betternorm.tables import table
 
 #: The kinds of parameters that get no decay unless :func:`param_groups` is told otherwise.
 NO_DECAY = ("bias", "embedding", "position", "declared")

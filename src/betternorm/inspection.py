@@ -24,9 +24,9 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from betternorm.picture import draw
-from betternorm.progress import track
-from betternorm.tables import table
+from betternorm.display.picture import draw
+from betternorm.display.progress import track
+from betternorm.display.tables import table
 
 # An effect above this counts as one: what rounding and a layer's eps leave of an exact cancellation is far below.
 ACTS = 0.01

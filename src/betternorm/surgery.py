@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from betternorm.display.tables import table
 from betternorm.layers import (
     BatchGroupNorm,
     BatchRenorm,
@@ -28,7 +29,6 @@ from betternorm.layers import (
     channels_in_group,
     check_group_size,
 )
-from betternorm.tables import table
 
 M = TypeVar("M", bound=nn.Module)
 Where = Callable[[str, nn.Module], bool] | str | Sequence[str]

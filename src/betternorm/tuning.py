@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from betternorm.batches import Forward, device_of, evaluating, example_keys, iterate, length_of, select
+from betternorm.display.progress import Bar
 from betternorm.evidence import assign_folds
 from betternorm.layers import GroupedBatchNorm, checked_alpha
 from betternorm.metrics import METRICS, SHARES, Metric, weighted_mean
-from betternorm.progress import Bar
 
 Setting = float | tuple[float, ...]  # one alpha for all layers, or one for each
 

@@ -10,14 +10,14 @@ from typing import Any
 
 from betternorm.cli import FINDING, OK
 from betternorm.commands import running
+from betternorm.display.tables import table
+from betternorm.display.terminal import show
 from betternorm.errors import UserError
 from betternorm.lab import experiments
 from betternorm.lab.experiments import plan
 from betternorm.lab.results import Result
 from betternorm.lab.store import FAILED, Store
 from betternorm.lab.trials import process_rank
-from betternorm.tables import table
-from betternorm.terminal import show
 
 EXAMPLES = f"""experiments:
   {", ".join(experiments.NAMES[:6])},

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from betternorm.alpha import AlphaSearch, tune_alpha
 from betternorm.batches import evaluating, output_and_target
 from betternorm.cli import FINDING, OK
+from betternorm.display.progress import clock
+from betternorm.display.terminal import show
 from betternorm.errors import UncertainGainWarning, UserError
 from betternorm.integrations.checkpoints import load_checkpoint
 from betternorm.integrations.images import Batches, preprocessing, read_images
 from betternorm.integrations.models import load_model
 from betternorm.metrics import METRICS, SHARES
-from betternorm.progress import clock
 from betternorm.surgery import convert
-from betternorm.terminal import show
 from betternorm.tuning import to_u
 
 EXAMPLES = """\

@@ -18,11 +18,11 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from betternorm.display.progress import Bar
 from betternorm.errors import UserError
 from betternorm.lab.store import FAILED, RUNNING, Row, Store
 from betternorm.lab.trials import Runtime, Trial, perform, settled
 from betternorm.lab.trials import run as run_trial
-from betternorm.progress import Bar
 
 ENGINES = ("here", "processes", "ray")
 LIVES = 3  # times that a trial may lose its process before it counts as failed

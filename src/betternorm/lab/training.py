@@ -26,13 +26,13 @@ from torch.nn import functional as F
 
 from betternorm.alpha import get_alpha, set_alpha, tune_alpha
 from betternorm.decay import decay_toward_one, param_groups
+from betternorm.display.progress import Bar
 from betternorm.errors import UncertainGainWarning, UserError
 from betternorm.lab import data as datasets
 from betternorm.lab import models
 from betternorm.lab.store import atomic, make_folder
 from betternorm.lab.trials import Progress, Runtime, Trial
 from betternorm.metrics import METRICS
-from betternorm.progress import Bar
 from betternorm.surgery import convert
 
 JUDGED_BY = ("top1", "top5", "cross_entropy")

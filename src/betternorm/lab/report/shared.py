@@ -9,10 +9,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from betternorm.display.progress import clock
+from betternorm.display.tables import shown
 from betternorm.lab.results import Figure, Outcome, Result, Table, Verdict
 from betternorm.lab.store import Row
-from betternorm.progress import clock
-from betternorm.tables import shown
 
 # Of the series of a figure, in order: on a light and on a dark ground, with a contrast of at least 4.5 on each.
 COLOURS = (

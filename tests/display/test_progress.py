@@ -2,8 +2,8 @@
 
 import pytest
 
-from betternorm import progress
-from betternorm.progress import Bar, clock, track
+from betternorm.display import progress
+from betternorm.display.progress import Bar, clock, track
 
 
 @pytest.fixture
