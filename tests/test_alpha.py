@@ -16,11 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from betternorm.alpha import AlphaSearch, calibrate, compare_alpha, get_alpha, set_alpha, tune_alpha
 from betternorm.errors import UncertainGainWarning
 from betternorm.layers import GhostBatchNorm, GroupedBatchNorm
-from betternorm.metrics import Metric
 from betternorm.surgery import convert
+from betternorm.weighing.alpha import get_alpha, set_alpha
+from betternorm.weighing.calibration import calibrate
+from betternorm.weighing.comparison import compare_alpha
+from betternorm.weighing.metrics import Metric
+from betternorm.weighing.result import AlphaSearch
+from betternorm.weighing.search import tune_alpha
 
 # Most tests insist on an alpha, and do not care whether it is any good.
 pytestmark = pytest.mark.filterwarnings("ignore::betternorm.errors.UncertainGainWarning")
@@ -687,7 +691,7 @@ def test_a_published_network_gets_better(shared: Path, cifar100_test: tuple[Tens
 
 
 def test_keys_of_rows_do_not_depend_on_the_batch() -> None:
-    from betternorm.batches import example_keys
+    from betternorm.weighing.batches import example_keys
 
     x = torch.randn(40, 3, 40, 40)
     keys = example_keys((x, torch.arange(40)))

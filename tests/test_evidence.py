@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from betternorm.evidence import assign_folds, mcnemar, paired_bootstrap
-from betternorm.metrics import weighted_mean
+from betternorm.weighing.evidence import mcnemar, paired_bootstrap
+from betternorm.weighing.folds import assign_folds
+from betternorm.weighing.metrics import weighted_mean
 
 stats = pytest.importorskip("scipy.stats")
 

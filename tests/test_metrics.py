@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from betternorm.metrics import METRICS, Metric, named_metrics, rank_of_target
+from betternorm.weighing.metrics import METRICS, Metric, named_metrics, rank_of_target
 
 sklearn_metrics = pytest.importorskip("sklearn.metrics")
 

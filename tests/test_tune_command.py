@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from betternorm import tuning
-from betternorm.alpha import AlphaSearch, get_alpha
 from betternorm.cli import BAD_INPUT, FINDING, INTERRUPTED, OK, main
 from betternorm.integrations.checkpoints import load_checkpoint
+from betternorm.weighing.alpha import get_alpha
+from betternorm.weighing.evaluation import Evaluations
+from betternorm.weighing.result import AlphaSearch
 
 Image = pytest.importorskip("PIL.Image")
 pytest.importorskip("matplotlib")
@@ -142,7 +143,7 @@ def test_one_alpha_a_layer(folder: Path) -> None:
 
 def test_an_interrupted_command_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert tune("--out", "whole.pt") == OK
-    measure, calls = tuning.Runs._measure, []
+    measure, calls = Evaluations._measure, []
 
     def interrupted(self: Any, alpha: Any, batch: Any) -> Any:
         calls.append(alpha)
@@ -150,7 +151,7 @@ def test_an_interrupted_command_goes_on(folder: Path, monkeypatch: pytest.Monkey
             raise KeyboardInterrupt
         return measure(self, alpha, batch)
 
-    monkeypatch.setattr(tuning.Runs, "_measure", interrupted)
+    monkeypatch.setattr(Evaluations, "_measure", interrupted)
     assert tune() == INTERRUPTED
     assert Path("net-tuned.unfinished").exists()
     assert tune() == OK

@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from betternorm.alpha import AlphaSearch, tune_alpha
-from betternorm.batches import evaluating, output_and_target
 from betternorm.cli import FINDING, OK
 from betternorm.display.progress import clock
 from betternorm.display.terminal import show
@@ -24,9 +22,12 @@ from betternorm.errors import UncertainGainWarning, UserError
 from betternorm.integrations.checkpoints import load_checkpoint
 from betternorm.integrations.images import Batches, preprocessing, read_images
 from betternorm.integrations.models import load_model
-from betternorm.metrics import METRICS, SHARES
 from betternorm.surgery import convert
-from betternorm.tuning import to_u
+from betternorm.weighing.batches import evaluating, output_and_target
+from betternorm.weighing.metrics import METRICS, SHARES
+from betternorm.weighing.result import AlphaSearch
+from betternorm.weighing.scale import to_u
+from betternorm.weighing.search import tune_alpha
 
 EXAMPLES = """\
 examples:

@@ -24,7 +24,6 @@ import torch.distributed
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from betternorm.alpha import get_alpha, set_alpha, tune_alpha
 from betternorm.decay import decay_toward_one, param_groups
 from betternorm.display.progress import Bar
 from betternorm.errors import UncertainGainWarning, UserError
@@ -32,8 +31,10 @@ from betternorm.lab import data as datasets
 from betternorm.lab import models
 from betternorm.lab.store import atomic, make_folder
 from betternorm.lab.trials import Progress, Runtime, Trial
-from betternorm.metrics import METRICS
 from betternorm.surgery import convert
+from betternorm.weighing.alpha import get_alpha, set_alpha
+from betternorm.weighing.metrics import METRICS
+from betternorm.weighing.search import tune_alpha
 
 JUDGED_BY = ("top1", "top5", "cross_entropy")
 SCHEDULES = ("cosine", "step", "constant")

@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from betternorm.alpha import weighed_layers
 from betternorm.lab.data import Data, Loader
 from betternorm.lab.experiments import suite
 from betternorm.lab.experiments.suite import Findings, Label, Runs
@@ -21,6 +20,7 @@ from betternorm.lab.experiments.tasks import TASKS, at_batch_size, groups, with_
 from betternorm.lab.results import Figure, Table
 from betternorm.lab.training import evaluate
 from betternorm.lab.trials import Progress, Trial
+from betternorm.weighing.alpha import weighed_layers
 
 TITLE = "Batch, group, layer, instance, renorm, switchable"
 PLACE = "Section 2"

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from betternorm.alpha import AlphaSearch, tune_alpha, weighed_layers
 from betternorm.errors import UncertainGainWarning
 from betternorm.lab import stats
 from betternorm.lab.data import Data, Loader
@@ -22,6 +21,9 @@ from betternorm.lab.training import JUDGED_BY, Config, load_data, trained
 from betternorm.lab.training import run as train
 from betternorm.lab.trials import Progress, Runtime
 from betternorm.surgery import convert
+from betternorm.weighing.alpha import weighed_layers
+from betternorm.weighing.result import AlphaSearch
+from betternorm.weighing.search import tune_alpha
 
 Label = tuple[Any, ...]
 NOT_RUN = "not run"

@@ -34,6 +34,11 @@ def iterate(loader: Iterable[Any], limit: int | None, device: torch.device) -> I
             return
 
 
+def check_limit(limit: int | None) -> None:
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit={limit} must be 1 or more examples, or None for all")
+
+
 def length_of(loader: Iterable[Any], limit: int | None) -> int | None:
     """How many batches `iterate` will give, where that is known."""
     if not isinstance(loader, Sized):

@@ -1,4 +1,4 @@
-"""Whether a gain is real: folds, the paired bootstrap and McNemar's test, on numbers kept for every example."""
+"""Whether a gain is real: the paired bootstrap and McNemar's test, on numbers kept for every example."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from betternorm.weighing.metrics import Metric
 
 Average = Callable[[Tensor, Tensor], Tensor]  # of values and counts, over the last dimension
 
@@ -29,17 +31,23 @@ class Gain:
     def difference(self) -> float:
         return self.after - self.before
 
+    def is_certain(self, metric: Metric) -> bool:
+        """Whether the interval leaves out zero, on the good side."""
+        return self.low > 0 if metric.higher_is_better else self.high < 0
 
-def assign_folds(keys: Tensor, folds: int, seed: int = 0) -> Tensor:
-    """A fold for every row, at random, in equal parts; rows with equal keys (an image twice) share a fold.
 
-    It follows from the keys and the seed alone, not from the order of the rows.
-    """
-    distinct, row_of = torch.unique(keys, return_inverse=True)
-    if not 2 <= folds <= len(distinct):
-        raise ValueError(f"folds={folds} must lie between 2 and the {len(distinct)} different examples")
-    order = torch.randperm(len(distinct), generator=torch.Generator().manual_seed(seed))
-    return (order % folds)[row_of]
+def gain_between(
+    metric: Metric, before: Tensor, after: Tensor, counts: Tensor, confidence: float = 0.95, seed: int = 0
+) -> Gain:
+    """What a metric gains, from its numbers for every example before and after."""
+    low, high = paired_bootstrap(before, after, counts, metric.average, confidence, seed=seed)
+    return Gain(
+        before=float(metric.average(before, counts)),
+        after=float(metric.average(after, counts)),
+        low=low,
+        high=high,
+        p_value=mcnemar(before, after) if metric.name == "top1" else None,
+    )
 
 
 def paired_bootstrap(

@@ -67,6 +67,9 @@ class Metric:
         return value > than if self.higher_is_better else value < than
 
 
+AnyMetric = str | Metric | Callable[[Any, Any], Any]
+
+
 def rank_of_target(logits: Tensor, target: Tensor) -> Tensor:
     """How many classes come before the true one: 0 is right.
 
@@ -111,7 +114,7 @@ METRICS: dict[str, Metric] = {
 SHARES = ("top1", "top5", "ece")  # between 0 and 1: shown in per cent
 
 
-def named_metrics(metrics: Iterable[str | Metric | Callable[[Any, Any], Any]]) -> dict[str, Metric]:
+def named_metrics(metrics: Iterable[AnyMetric]) -> dict[str, Metric]:
     """Metrics by name, from names, `Metric` objects and plain functions (whose lower values are better)."""
     if isinstance(metrics, (str, Metric)) or callable(metrics):
         metrics = (metrics,)
