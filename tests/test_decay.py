@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from betternorm.decay import NO_DECAY, decay_toward_one, param_groups
-from betternorm.inspection import norm_report
+from betternorm.decay import decay_toward_one, param_groups
+from betternorm.decay.groups import NO_DECAY
+from betternorm.decay.report import norm_report
 
 STEPS, DECAY = 50, 0.05
 

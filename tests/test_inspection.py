@@ -14,7 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from betternorm.inspection import guess_input, norm_layers, norm_report
+from betternorm.decay.norms import norm_layers
+from betternorm.decay.report import norm_report
+from betternorm.decay.visit import guess_input
 from betternorm.surgery import convert
 
 WIDTH, BATCH = 6, 10

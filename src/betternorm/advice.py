@@ -15,9 +15,10 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from betternorm.decay.norms import norm_layers
+from betternorm.decay.report import NormReport
 from betternorm.display.progress import Bar
 from betternorm.display.tables import table
-from betternorm.inspection import NormReport, norm_layers
 from betternorm.surgery import GROUPS, convert
 
 M = TypeVar("M", bound=nn.Module)

@@ -6,7 +6,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from betternorm.inspection import NormLayer, NormReport
+    from betternorm.decay.report import NormLayer, NormReport
 
 
 def draw(report: NormReport) -> str:
