@@ -19,12 +19,9 @@ from betternorm.decay.norms import norm_layers
 from betternorm.decay.report import NormReport
 from betternorm.display.progress import Bar
 from betternorm.display.tables import table
-from betternorm.surgery import GROUPS, convert
+from betternorm.surgery import EXAMPLES_PER_GROUP, GHOST_SIZE, GROUPS, convert
 
 M = TypeVar("M", bound=nn.Module)
-
-# Where the search for a ghost size begins: the best one in the paper's table of ghost sizes (section 4.4).
-USUAL_GHOST_SIZE = 16
 
 _EVIDENCE = {
     "weighing": "up to 0.6% top-1 for ResNet-152 on ImageNet, without training again; more with small ghost sizes",
@@ -74,7 +71,7 @@ def advise(
     lines: list[Line] = []
     advice = Advice(batch_size, lines)
     if not iid and batch_size > 1:
-        advice.to, advice.options = "batch_group", {"examples_per_group": 2}
+        advice.to, advice.options = "batch_group", {"examples_per_group": EXAMPLES_PER_GROUP}
         what = f"batch group norm with pairs of examples and {GROUPS} groups of channels: batches here are not random"
         lines.append(Line("batch group norm", what, "4.4", _EVIDENCE["not iid"]))
     elif batch_size >= 4:
@@ -206,7 +203,8 @@ def usual_ghost_sizes(batch_size: int) -> tuple[int, list[int]]:
     if batch_size < 4:
         raise ValueError(f"batch_size is {batch_size}; ghost batch norm is for batches of 4 and more")
     powers = [2**k for k in range(1, batch_size.bit_length()) if 2**k < batch_size]
-    start = min(USUAL_GHOST_SIZE, max([4] + [size for size in powers if size <= batch_size // 2]))
+    # The default is the best one in the paper's table of ghost sizes (section 4.4).
+    start = min(GHOST_SIZE, max([4] + [size for size in powers if size <= batch_size // 2]))
     return start, [*powers, batch_size]
 
 

@@ -441,11 +441,11 @@ class BatchRenorm(GroupedBatchNorm):
 
     def _set_schedule(
         self,
-        r_max: float = 3.0,
-        d_max: float = 5.0,
-        warmup_steps: int = 5_000,
-        r_steps: int = 40_000,
-        d_steps: int = 25_000,
+        r_max: float,
+        d_max: float,
+        warmup_steps: int,
+        r_steps: int,
+        d_steps: int,
     ) -> None:
         if not r_max >= 1:
             raise ValueError(f"r_max={r_max} must be 1 or more; 1 with d_max=0 is batch norm")
