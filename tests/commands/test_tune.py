@@ -293,8 +293,8 @@ def test_a_timm_model_with_a_dataset_of_the_lab(
 )
 def test_preprocessing_is_what_the_model_declares(spec: str, size: tuple[int, int], mean: float) -> None:
     needs_timm()
-    from betternorm.integrations.images import preprocessing
     from betternorm.integrations.models import load_model
+    from betternorm.integrations.preprocessing import preprocessing
 
     how = preprocessing(spec, load_model(spec))
     assert (how.size, how.mean[0]) == (size, mean)

@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     own = parser.add_argument_group("alpha-imagenet on networks and images of your own")
     own.add_argument("--network", nargs="+", default=[], metavar="SPEC=WEIGHTS", help="timm:NAME alone fetches weights")
-    own.add_argument("--images", help="a folder with a folder a class, or .npz")
+    own.add_argument("--images", help="one folder per class, or .npz")
     own.add_argument("--image-size", type=int, help="side that the networks see (224)")
     how = parser.add_argument_group("where and how")
     running.add_arguments(how, retry=False)

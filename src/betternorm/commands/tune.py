@@ -20,8 +20,10 @@ from betternorm.display.progress import clock
 from betternorm.display.terminal import show
 from betternorm.errors import UncertainGainWarning, UserError
 from betternorm.integrations.checkpoints import load_checkpoint
-from betternorm.integrations.images import Batches, preprocessing, read_images
+from betternorm.integrations.images import read_images
+from betternorm.integrations.loading import ImageLoader
 from betternorm.integrations.models import load_model
+from betternorm.integrations.preprocessing import preprocessing
 from betternorm.surgery import convert
 from betternorm.weighing.batches import evaluating, output_and_target
 from betternorm.weighing.metrics import METRICS, SHARES
@@ -46,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help="timm:NAME, torchvision:NAME or path/to/file.py:function")
     add("--checkpoint", type=Path, required=True, metavar="FILE", help=".pt, .pth or .safetensors")
-    add("--data", required=True, help="a folder with a folder a class, an .npz with images and labels, or a dataset")
+    add("--data", required=True, help="one folder per class, an .npz with images and labels, or a dataset")
     add("--data-root", type=Path, metavar="FOLDER", help="where a dataset known by its name lies (default: data)")
     add("--split", choices=["val", "test"], default="val", help="of a dataset known by its name (default: val)")
     add(
@@ -144,7 +146,13 @@ def _data(
             images.check_labels(classes)
         if arguments.limit is not None:
             images = images.limited(arguments.limit)
-        batches = Batches(images, arguments.batch_size, arguments.workers, device.type == "cuda")
+        batches = ImageLoader(
+            images,
+            batch_size=arguments.batch_size,
+            num_workers=arguments.workers,
+            pin_memory=device.type == "cuda",
+            persistent_workers=arguments.workers > 0,
+        )
         return batches, len(images), str(how) if images.how is not None else "floats as they are"
     try:
         from betternorm.lab import data as lab

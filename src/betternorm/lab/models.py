@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from betternorm.errors import UserError
+from betternorm.integrations.checkpoints import load_for_other_classes
 from betternorm.integrations.models import load_model
 from betternorm.surgery import OPTIONS, convert
 
@@ -54,7 +54,7 @@ def build(
         network: "resnet18", "plain18" (no shortcuts), a name in :data:`NETWORKS`, or what :func:`load_model` takes.
         width, blocks, stem_stride: of these two only; the others have their own.
         norm, norm_options: see :func:`apply_norm`.
-        weights: a file with trained weights, see :func:`load_weights`.
+        weights: a file with trained weights; a classifier for other classes is left as it was initialised.
     """
     if network in ("resnet18", "plain18"):
         model: nn.Module = ResNet(
@@ -75,7 +75,7 @@ def build(
             "torchvision:NAME or path/to/file.py:function"
         )
     if weights is not None:
-        load_weights(model, weights)
+        load_for_other_classes(model, weights)
     return apply_norm(model, norm, norm_options or {})
 
 
@@ -105,55 +105,6 @@ def apply_norm(model: nn.Module, norm: str, options: Mapping[str, Any]) -> nn.Mo
             return convert(model, kind, **{**options, **fixed})
     except (ValueError, TypeError, UserWarning) as problem:
         raise UserError(f"norm {norm!r} with {dict(options)}: {problem}") from problem
-
-
-def load_weights(model: nn.Module, path: str | Path) -> None:
-    """Load trained weights, leaving a classifier for other classes as it was initialised.
-
-    Understood are .safetensors, a state dict, and a dict with one under ``model``, ``state_dict`` or
-    ``model_state_dict``; a prefix ``module.`` is dropped. Everything but the last linear layer has to fit.
-    """
-    state = {name.removeprefix("module."): value for name, value in read_weights(Path(path)).items()}
-    # An alpha belongs to the task it was tuned for.
-    state = {name: value for name, value in state.items() if not name.endswith(".alpha")}
-    own = model.state_dict()
-    head = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)][-1:]
-    in_head = {name for name in own if head and name.startswith(f"{head[0]}.")}
-    other_head = any(name in state and state[name].shape != own[name].shape for name in in_head)
-    if other_head:
-        state = {name: value for name, value in state.items() if name not in in_head}
-    unknown = [name for name in state if name not in own]
-    missing = [
-        name for name in own if name not in state and name not in in_head and not name.endswith("num_batches_tracked")
-    ]
-    different = [name for name in state if name in own and state[name].shape != own[name].shape]
-    for problem, names in (("lacks", missing), ("has no place for", unknown), ("has another shape of", different)):
-        if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise UserError(f"{path} does not fit this network: it {problem} {names[0]}{more}")
-    model.load_state_dict(state, strict=False)
-
-
-def read_weights(path: Path) -> dict[str, Tensor]:
-    """The state dict in a file, on the CPU."""
-    if not path.is_file():
-        raise UserError(f"there are no weights at {path}")
-    try:
-        if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            found: Any = load_file(path)
-        else:
-            found = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as problem:  # each format fails in its own way
-        first = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
-        raise UserError(f"{path} cannot be read as weights: {first}") from problem
-    for name in ("model", "state_dict", "model_state_dict"):
-        if isinstance(found, dict) and isinstance(found.get(name), dict):
-            found = found[name]
-    if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
-        raise UserError(f"{path} holds no weights: a dict of tensors, or one under 'model' or 'state_dict', is needed")
-    return found
 
 
 class ResNet(nn.Module):
