@@ -72,7 +72,7 @@ def open_npz(path: Path) -> Iterator[Mapping[str, np.ndarray]]:
 def labelled_arrays(path: Path, file: Mapping[str, np.ndarray], split: str) -> tuple[np.ndarray, np.ndarray]:
     """Images and labels of a split, such as "test_" or "" for those without a name."""
     if f"{split}labels" not in file:
-        raise UserError(f"data {path} has {split}images and no {split}labels: every image needs a label")
+        raise UserError(f"data {path} has {split}images and no {split}labels: unlabelled images cannot be used")
     images, labels = file[f"{split}images"], file[f"{split}labels"]
     if len(images) != len(labels) or labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
         raise UserError(
