@@ -183,7 +183,7 @@ def tune_ghost_size(
         for position in sorted(range(len(sizes)), key=lambda i: abs(i - first)):
             size, side = sizes[position], int(math.copysign(1, position - first))
             if position != first and disappointed[side] >= patience:
-                search.trials.append(Trial(size, None, 0, "skipped"))
+                search.trials.append(GhostSizeTrial(size, None, 0, "skipped"))
             else:
                 before = search.score
                 trial = _run(train, size, [t for t in search.trials if t.outcome == "finished"], grace)
@@ -241,7 +241,7 @@ class Advice:
 
 
 @dataclass(frozen=True)
-class Trial:
+class GhostSizeTrial:
     """One ghost size in a :class:`GhostSearch`: its score, and whether it was finished, stopped or skipped."""
 
     ghost_size: int
@@ -256,10 +256,10 @@ class GhostSearch:
     """What :func:`tune_ghost_size` found: ``ghost_size``, ``score``, and a trial for every size."""
 
     batch_size: int
-    trials: list[Trial] = field(default_factory=list)
+    trials: list[GhostSizeTrial] = field(default_factory=list)
 
     @property
-    def best(self) -> Trial | None:
+    def best(self) -> GhostSizeTrial | None:
         finished = [trial for trial in self.trials if trial.outcome == "finished" and math.isfinite(_rank(trial.score))]
         return max(finished, key=lambda trial: _rank(trial.score), default=None)
 
@@ -367,7 +367,9 @@ def _account(before: dict[str, nn.Module], after: dict[str, nn.Module], options:
 # --- tuning the ghost size ------------------------------------------------------------------------------------------
 
 
-def _run(train: Callable[[int], float | Iterable[float]], size: int, finished: list[Trial], grace: int) -> Trial:
+def _run(
+    train: Callable[[int], float | Iterable[float]], size: int, finished: list[GhostSizeTrial], grace: int
+) -> GhostSizeTrial:
     scores: list[float] = []
     with contextlib.closing(_scores(train(size))) as running:
         for score in running:
@@ -376,10 +378,10 @@ def _run(train: Callable[[int], float | Iterable[float]], size: int, finished: l
             # Their last epoch is left out: nothing is saved by stopping there.
             others = [trial.history[epoch - 1] for trial in finished if len(trial.history) > epoch]
             if epoch >= grace and len(others) >= 2 and max(map(_rank, scores)) < statistics.median_low(others):
-                return Trial(size, score, epoch, "stopped early", tuple(scores))
+                return GhostSizeTrial(size, score, epoch, "stopped early", tuple(scores))
     if not scores:
         raise ValueError(f"train({size}) yielded no score")
-    return Trial(size, scores[-1], len(scores), "finished", tuple(scores))
+    return GhostSizeTrial(size, scores[-1], len(scores), "finished", tuple(scores))
 
 
 def _scores(result: float | Iterable[float]) -> Generator[float, None, None]:

@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the tuned checkpoint (default: CHECKPOINT-tuned, beside it)",
     )
     add("--objective", default="cross_entropy", choices=list(METRICS), help="(default: cross_entropy)")
-    add("--per-layer", action="store_true", help="also fit one alpha a layer, and keep it where it is better")
+    add("--per-layer", action="store_true", help="also fit one alpha per layer, and keep it where it is better")
     add("--grid", type=int, metavar="N", help="try N alphas instead of searching")
     add("--limit", type=int, metavar="N", help="use N images, evenly spread")
     add("--folds", type=int, default=5, metavar="K", help="for the evidence (default: 5)")

@@ -49,7 +49,7 @@ class Evaluations:
         self.batch_keys = torch.empty(0, dtype=torch.int64)
         self.batch_of_example = torch.empty(0, dtype=torch.int64)  # the key of its batch
         self.passes = 0
-        self.fit: dict[str, Any] = {}  # the state of fitting one alpha a layer
+        self.fit: dict[str, Any] = {}  # the state of fitting one alpha per layer
         self._unfinished: _Pass | None = None
         self._file = None if resume is None else Path(resume)
         self._saved = time.monotonic()

@@ -72,7 +72,7 @@ def _descend(
         rows.data.copy_(evaluations.fit["rows"])
         optimizer.load_state_dict(evaluations.fit["optimizer"])
     length = evaluations.length()
-    label = f"fitting one alpha a layer, {len(rows)} times"
+    label = f"fitting one alpha per layer, {len(rows)} times"
     steps = 0
     try:
         with evaluating(evaluations.model), Bar(label, length and length * epochs, evaluations.progress) as bar:
@@ -113,7 +113,7 @@ def _evaluate_rows(evaluations: Evaluations, split: Folds, fitted: Tensor) -> di
     with (
         evaluating(evaluations.model),
         torch.inference_mode(),
-        Bar("judging one alpha a layer", evaluations.length(), evaluations.progress) as bar,
+        Bar("judging one alpha per layer", evaluations.length(), evaluations.progress) as bar,
     ):
         for batch in evaluations.batches():
             batch_keys = example_keys(batch)

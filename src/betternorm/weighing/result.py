@@ -27,7 +27,7 @@ class AlphaSearch:
         best: for every metric, the best alpha tried.
         gains: for every metric, the gain on held-out folds.
         significant: whether the interval of the objective's gain leaves out zero.
-        per_layer: the result with one alpha a layer, where that was asked for.
+        per_layer: the result with one alpha per layer, where that was asked for.
         examples, passes, evaluations: the cost: examples, iterations of the loader, and alphas tried (an evaluation
             is a forward pass of all examples; a step of the search evaluates several alphas in one iteration).
     """
@@ -68,7 +68,7 @@ class AlphaSearch:
     def _evidence(self) -> str:
         settings: list[tuple[str, dict[str, Gain]]] = [("one alpha", self.gains)]
         if self.per_layer is not None:
-            settings.append(("alpha a layer", self.per_layer.gains))
+            settings.append(("alpha per layer", self.per_layer.gains))
         percent = f"{self.confidence:.0%} interval"
         rows = [
             [
@@ -90,7 +90,7 @@ class AlphaSearch:
         cost = f"{self.examples} examples, {self.evaluations} alphas, {self.passes} passes"
         if isinstance(self.alpha, dict):
             low, high = min(self.alpha.values()), max(self.alpha.values())
-            return f"set one alpha a layer, from {low:.4g} to {high:.4g}: better held out than one for all ({cost})"
+            return f"set one alpha per layer, from {low:.4g} to {high:.4g}: better held out than one for all ({cost})"
         if not self.significant:
             kept = "alpha stays" if self.alpha == self.baseline else "alpha was set, as asked, to"
             return f"the gain in {self.objective} is not distinguishable from zero: {kept} {self.alpha:.4g} ({cost})"
@@ -147,7 +147,7 @@ class AlphaSearch:
 
 @dataclass
 class PerLayer:
-    """One alpha a layer, fitted by gradient and judged on held-out folds.
+    """One alpha per layer, fitted by gradient and judged on held-out folds.
 
     Attributes:
         alphas: by layer name, fitted on all the data.

@@ -72,7 +72,7 @@ def tune_alpha(
         metrics: names ("top1", "top5", "cross_entropy", "ece"), functions of output and target, or `Metric` objects.
         objective: the metric to optimise, one of ``metrics`` or another.
         grid: instead of searching, try so many alphas (denser near 0 and 1), or exactly these, in one iteration.
-        per_layer: also fit one alpha a layer by gradient, and set those where they are better on held-out folds. It
+        per_layer: also fit one alpha per layer by gradient, and set those where they are better on held-out folds. It
             takes ``epochs`` iterations, each with ``folds + 1`` forward and backward passes.
         confidence: of the intervals.
         insist: set the best alpha even where the gain is not distinguishable from zero.
