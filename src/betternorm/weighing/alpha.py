@@ -21,7 +21,7 @@ def set_alpha(model: nn.Module, alpha: float | Mapping[str, float]) -> None:
 
     Examples::
 
-        >>> model = convert(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)), "weighed")
+        >>> model = betternorm.convert(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)), "weighed")
         >>> set_alpha(model, 0.1)
         >>> get_alpha(model)
         0.1
