@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 SOURCES = Path(__file__).parent / "src/betternorm/backends/cpu"
-LIBRARY = SOURCES / "_kernels.so"
+LIBRARY = SOURCES / "libbetternorm.so.0"
 FLAGS = ["-std=c++20", "-fPIC", "-fvisibility=hidden", "-w"]
 # Contraction into fused multiply-adds is wanted; reordering of sums, which -ffast-math would bring, is not.
 ARITHMETIC = ["-O3", "-fno-math-errno", "-fno-trapping-math"]

@@ -15,7 +15,7 @@ import torch
 from benchmarks.measuring import CLOCKS, geometric_mean
 from benchmarks.sections import SECTIONS, Row
 from betternorm import backends
-from betternorm.tables import table
+from betternorm.display.tables import table
 
 
 def main() -> None:

@@ -19,10 +19,12 @@ import numpy as np
 import torch
 
 import betternorm
-from betternorm.alpha import AlphaSearch, compare_alpha, tune_alpha
 from betternorm.integrations.checkpoints import load_checkpoint
 from betternorm.lab.models.cifar_resnets import DEPTHS, MEAN, STD, CifarResNet
-from betternorm.tuning import alpha_grid, from_u, to_u
+from betternorm.weighing.comparison import compare_alpha
+from betternorm.weighing.result import AlphaSearch
+from betternorm.weighing.scale import from_u, to_u
+from betternorm.weighing.search import alpha_grid, tune_alpha
 
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
 

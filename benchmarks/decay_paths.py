@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from betternorm.inspection import ACTS, NormReport, norm_report
+from betternorm.decay.effects import ACTS
+from betternorm.decay.report import NormReport, norm_report
 from betternorm.integrations.models import load_model
 
 # Measuring each of their layers takes up to an hour on a CPU; their effects are estimated.

@@ -19,11 +19,11 @@ import torch
 from torch import nn
 
 from benchmarks.measuring import compare
+from betternorm.display.progress import Bar
+from betternorm.display.tables import table
 from betternorm.integrations.torchvision import ready
 from betternorm.lab import data, training
 from betternorm.lab.trials import Runtime
-from betternorm.progress import Bar
-from betternorm.tables import table
 
 BATCH = 128
 WORKERS = 2

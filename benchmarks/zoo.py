@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 import betternorm
-from betternorm.alpha import set_alpha
+from betternorm.display.progress import Bar
 from betternorm.integrations.torchvision import ready
-from betternorm.progress import Bar
+from betternorm.weighing.alpha import set_alpha
 
 SIDES = (32, 64, 96, 128, 160, 192, 224, 256, 288, 384)
 LARGEST = 2e9  # parameters: 8 GB

@@ -33,7 +33,7 @@ def _seed() -> None:
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """The folder beside the checkout with golden vectors, data and weights."""
+    """The folder beside the checkout with data and weights."""
     folder = Path(__file__).resolve().parents[2] / "shared"
     if not folder.is_dir():
         pytest.skip(f"{folder} is not on this machine")

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from betternorm.advice import advise, tune_ghost_size, upgrade, usual_ghost_sizes
-from betternorm.inspection import norm_report
+from betternorm.decay.report import norm_report
 from betternorm.layers import BatchGroupNorm, GhostBatchNorm, GroupedBatchNorm
 from betternorm.surgery import revert
 

@@ -17,9 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from betternorm import cli, terminal
-from betternorm.cli import BAD_INPUT, COMMANDS, INTERRUPTED, OK, UserError, build_parser, main
+from betternorm import cli
+from betternorm.cli import BAD_INPUT, COMMANDS, INTERRUPTED, OK, build_parser, main
 from betternorm.commands.completion import _subparser
+from betternorm.display import terminal
+from betternorm.errors import UserError
 
 # What a machine reads is the script itself, or a page, or a dashboard.
 WITHOUT_JSON = {"completion", "report"}

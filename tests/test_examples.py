@@ -15,7 +15,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:lightning"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:the gain in .* is not distinguishable from zero"),
+    pytest.mark.filterwarnings("ignore::betternorm.errors.UncertainGainWarning"),
 ]
 
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from betternorm.alpha import calibrate, set_alpha
 from betternorm.surgery import convert
+from betternorm.weighing.alpha import set_alpha
+from betternorm.weighing.calibration import calibrate
 
 TOLERANCE = {"rtol": 0, "atol": 1e-5}
 SIZES = (1, 7, 256)

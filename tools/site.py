@@ -25,11 +25,15 @@ SOURCE = ROOT / "src" / "betternorm"
 SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "Advice": {"advice": ("upgrade", "advise", "tune_ghost_size")},
     "Inference example weighing": {
-        "alpha": ("tune_alpha", "AlphaSearch*", "compare_alpha", "set_alpha", "get_alpha", "calibrate"),
-        "metrics": ("Metric",),
+        "weighing/search": ("tune_alpha",),
+        "weighing/result": ("AlphaSearch*",),
+        "weighing/comparison": ("compare_alpha",),
+        "weighing/alpha": ("set_alpha", "get_alpha"),
+        "weighing/calibration": ("calibrate",),
+        "weighing/metrics": ("Metric",),
     },
-    "Decay on gamma and beta": {"decay": ("param_groups", "decay_toward_one")},
-    "What a network has": {"inspection": ("norm_report", "NormReport*", "NormLayer")},
+    "Decay on gamma and beta": {"decay/groups": ("param_groups",), "decay/toward_one": ("decay_toward_one",)},
+    "What a network has": {"decay/report": ("norm_report", "NormReport*", "NormLayer")},
     "Swapping layers": {"surgery": ("convert", "revert", "changes")},
     "Layers": {"layers": ("GroupedBatchNorm", "GhostBatchNorm", "BatchGroupNorm", "BatchRenorm")},
     "On tensors": {

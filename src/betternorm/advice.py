@@ -15,15 +15,13 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from betternorm.inspection import NormReport, norm_layers
-from betternorm.progress import Bar
-from betternorm.surgery import GROUPS, convert
-from betternorm.tables import table
+from betternorm.decay.norms import norm_layers
+from betternorm.decay.report import NormReport
+from betternorm.display.progress import Bar
+from betternorm.display.tables import table
+from betternorm.surgery import EXAMPLES_PER_GROUP, GHOST_SIZE, GROUPS, convert
 
 M = TypeVar("M", bound=nn.Module)
-
-# Where the search for a ghost size begins: the best one in the paper's table of ghost sizes (section 4.4).
-USUAL_GHOST_SIZE = 16
 
 _EVIDENCE = {
     "weighing": "up to 0.6% top-1 for ResNet-152 on ImageNet, without training again; more with small ghost sizes",
@@ -73,7 +71,7 @@ def advise(
     lines: list[Line] = []
     advice = Advice(batch_size, lines)
     if not iid and batch_size > 1:
-        advice.to, advice.options = "batch_group", {"examples_per_group": 2}
+        advice.to, advice.options = "batch_group", {"examples_per_group": EXAMPLES_PER_GROUP}
         what = f"batch group norm with pairs of examples and {GROUPS} groups of channels: batches here are not random"
         lines.append(Line("batch group norm", what, "4.4", _EVIDENCE["not iid"]))
     elif batch_size >= 4:
@@ -185,7 +183,7 @@ def tune_ghost_size(
         for position in sorted(range(len(sizes)), key=lambda i: abs(i - first)):
             size, side = sizes[position], int(math.copysign(1, position - first))
             if position != first and disappointed[side] >= patience:
-                search.trials.append(Trial(size, None, 0, "skipped"))
+                search.trials.append(GhostSizeTrial(size, None, 0, "skipped"))
             else:
                 before = search.score
                 trial = _run(train, size, [t for t in search.trials if t.outcome == "finished"], grace)
@@ -205,7 +203,8 @@ def usual_ghost_sizes(batch_size: int) -> tuple[int, list[int]]:
     if batch_size < 4:
         raise ValueError(f"batch_size is {batch_size}; ghost batch norm is for batches of 4 and more")
     powers = [2**k for k in range(1, batch_size.bit_length()) if 2**k < batch_size]
-    start = min(USUAL_GHOST_SIZE, max([4] + [size for size in powers if size <= batch_size // 2]))
+    # The default is the best one in the paper's table of ghost sizes (section 4.4).
+    start = min(GHOST_SIZE, max([4] + [size for size in powers if size <= batch_size // 2]))
     return start, [*powers, batch_size]
 
 
@@ -242,7 +241,7 @@ class Advice:
 
 
 @dataclass(frozen=True)
-class Trial:
+class GhostSizeTrial:
     """One ghost size in a :class:`GhostSearch`: its score, and whether it was finished, stopped or skipped."""
 
     ghost_size: int
@@ -257,10 +256,10 @@ class GhostSearch:
     """What :func:`tune_ghost_size` found: ``ghost_size``, ``score``, and a trial for every size."""
 
     batch_size: int
-    trials: list[Trial] = field(default_factory=list)
+    trials: list[GhostSizeTrial] = field(default_factory=list)
 
     @property
-    def best(self) -> Trial | None:
+    def best(self) -> GhostSizeTrial | None:
         finished = [trial for trial in self.trials if trial.outcome == "finished" and math.isfinite(_rank(trial.score))]
         return max(finished, key=lambda trial: _rank(trial.score), default=None)
 
@@ -368,7 +367,9 @@ def _account(before: dict[str, nn.Module], after: dict[str, nn.Module], options:
 # --- tuning the ghost size ------------------------------------------------------------------------------------------
 
 
-def _run(train: Callable[[int], float | Iterable[float]], size: int, finished: list[Trial], grace: int) -> Trial:
+def _run(
+    train: Callable[[int], float | Iterable[float]], size: int, finished: list[GhostSizeTrial], grace: int
+) -> GhostSizeTrial:
     scores: list[float] = []
     with contextlib.closing(_scores(train(size))) as running:
         for score in running:
@@ -377,10 +378,10 @@ def _run(train: Callable[[int], float | Iterable[float]], size: int, finished: l
             # Their last epoch is left out: nothing is saved by stopping there.
             others = [trial.history[epoch - 1] for trial in finished if len(trial.history) > epoch]
             if epoch >= grace and len(others) >= 2 and max(map(_rank, scores)) < statistics.median_low(others):
-                return Trial(size, score, epoch, "stopped early", tuple(scores))
+                return GhostSizeTrial(size, score, epoch, "stopped early", tuple(scores))
     if not scores:
         raise ValueError(f"train({size}) yielded no score")
-    return Trial(size, scores[-1], len(scores), "finished", tuple(scores))
+    return GhostSizeTrial(size, scores[-1], len(scores), "finished", tuple(scores))
 
 
 def _scores(result: float | Iterable[float]) -> Generator[float, None, None]:

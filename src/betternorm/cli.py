@@ -14,7 +14,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from betternorm import __version__
-from betternorm.terminal import paint
+from betternorm.display.terminal import paint
+from betternorm.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,6 @@ A command marked [lab] or [integrations] needs more than torch:
 `betternorm COMMAND --help` shows options and examples. Exit codes: 0 done,
 1 a finding (no gain, a run that failed), 2 bad usage or input.
 """
-
-
-class UserError(Exception):
-    """Bad usage or input: shown as one line, exit code 2, no traceback."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -173,6 +173,11 @@ class GroupedBatchNorm(_BatchNorm):
             *(() if momentum is None else (self.running_mean, self.running_var, momentum)),
         )[0]
 
+    def _track(self, mean: Tensor, var: Tensor, momentum: float | None) -> None:
+        """Move the averages toward the batch; for subclasses that have its statistics from elsewhere."""
+        if momentum is not None:
+            functional.update_moving_averages(self.running_mean, self.running_var, mean, var, momentum)
+
     def _weight_of_batch(self) -> float | None:
         """The weight of this batch in the moving averages; None where it was counted before."""
         if _runs_again_for_backward():
@@ -445,11 +450,11 @@ class BatchRenorm(GroupedBatchNorm):
 
     def _set_schedule(
         self,
-        r_max: float = 3.0,
-        d_max: float = 5.0,
-        warmup_steps: int = 5_000,
-        r_steps: int = 40_000,
-        d_steps: int = 25_000,
+        r_max: float,
+        d_max: float,
+        warmup_steps: int,
+        r_steps: int,
+        d_steps: int,
     ) -> None:
         if not r_max >= 1:
             raise ValueError(f"r_max={r_max} must be 1 or more; 1 with d_max=0 is batch norm")
@@ -478,8 +483,7 @@ class BatchRenorm(GroupedBatchNorm):
         moving_std = torch.sqrt(self.running_var + self.eps)
         r = (torch.sqrt(var + self.eps) / moving_std).clamp(1 / r_max, r_max)
         d = ((mean - self.running_mean) / moving_std).clamp(-d_max, d_max)
-        if momentum is not None:
-            functional.update_moving_averages(self.running_mean, self.running_var, mean, var, momentum)
+        self._track(mean, var, momentum)
         scale = r if self.weight is None else r * self.weight
         shift = d if self.weight is None else d * self.weight
         if self.bias is not None:

@@ -8,6 +8,7 @@ stay right, and `revert` only has to put the old layer back.
 from __future__ import annotations
 
 import fnmatch
+import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from betternorm.display.tables import table
 from betternorm.layers import (
     BatchGroupNorm,
     BatchRenorm,
@@ -28,13 +30,22 @@ from betternorm.layers import (
     channels_in_group,
     check_group_size,
 )
-from betternorm.tables import table
 
 M = TypeVar("M", bound=nn.Module)
 Where = Callable[[str, nn.Module], bool] | str | Sequence[str]
 
+
+def _default(layer: type[nn.Module], option: str) -> Any:
+    return inspect.signature(layer).parameters[option].default
+
+
 GROUPS = 32  # Group Norm's own default
-RENORM_OPTIONS = ("r_max", "d_max", "warmup_steps", "r_steps", "d_steps")
+# The other defaults are those of the layers themselves.
+GHOST_SIZE: int = _default(GhostBatchNorm, "ghost_size")
+EXAMPLES_PER_GROUP: int = _default(BatchGroupNorm, "examples_per_group")
+RENORM_SCHEDULE: dict[str, float] = {
+    option: _default(BatchRenorm, option) for option in ("r_max", "d_max", "warmup_steps", "r_steps", "d_steps")
+}
 
 # What each conversion can be told.
 OPTIONS: dict[str, tuple[str, ...]] = {
@@ -42,7 +53,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "ghost": ("ghost_size",),
     "batch_group": ("num_groups", "examples_per_group"),
     "group": ("num_groups",),
-    "renorm": RENORM_OPTIONS,
+    "renorm": tuple(RENORM_SCHEDULE),
 }
 
 
@@ -253,13 +264,13 @@ def _group_sizes(name: str, module: nn.Module, to: str, options: dict[str, Any])
             alone = own is not None or isinstance(origin, _InstanceNorm)
             return _channels(module) // own if own else 1, 1 if alone else None
         if to == "ghost":
-            ghost_size = options.get("ghost_size", 16)
+            ghost_size = options.get("ghost_size", GHOST_SIZE)
             check_group_size("ghost_size", ghost_size)
             return 1, ghost_size
         if to == "renorm":
             BatchRenorm(1, **options)  # for what it says about its options
             return 1, None
-        examples = 1 if to == "group" else options.get("examples_per_group", 2)
+        examples = 1 if to == "group" else options.get("examples_per_group", EXAMPLES_PER_GROUP)
         if examples is not None:
             check_group_size("examples_per_group", examples)
         return channels_in_group(options.get("num_groups", own or GROUPS), _channels(module)), examples
@@ -283,7 +294,7 @@ def _converted(
     _complete(layer, module)
     layer.channels_per_group, layer.examples_per_group = groups
     if isinstance(layer, BatchRenorm):
-        layer._set_schedule(**options)
+        layer._set_schedule(**{**RENORM_SCHEDULE, **options})
     if process_group is None:
         synchronised = isinstance(module, nn.SyncBatchNorm)
         process_group = layer.__dict__.get("process_group") or ("world" if synchronised else None)

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from betternorm.alpha import get_alpha, set_alpha
-from betternorm.cli import UserError
+from betternorm.errors import UserError
 from betternorm.integrations.checkpoints import load_checkpoint
 from betternorm.surgery import convert
+from betternorm.weighing.alpha import get_alpha, set_alpha
 
 
 def network(width: int = 4) -> nn.Sequential:

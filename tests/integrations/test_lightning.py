@@ -20,7 +20,7 @@ pl = pytest.importorskip("lightning.pytorch")
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:lightning"),  # few workers, no logger, few batches
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),  # Lightning beside the newest torch
-    pytest.mark.filterwarnings("ignore:the gain in .* is not distinguishable from zero"),
+    pytest.mark.filterwarnings("ignore::betternorm.errors.UncertainGainWarning"),
 ]
 
 

@@ -14,7 +14,7 @@ from betternorm.integrations.transformers import DecayWhereItActs, TuneAlpha
 
 transformers = pytest.importorskip("transformers")
 
-pytestmark = pytest.mark.filterwarnings("ignore:the gain in .* is not distinguishable from zero")
+pytestmark = pytest.mark.filterwarnings("ignore::betternorm.errors.UncertainGainWarning")
 
 
 def network() -> Any:

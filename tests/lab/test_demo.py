@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from betternorm.cli import UserError
+from betternorm.errors import UserError
 from betternorm.lab import demo, engines
 from betternorm.lab.results import Outcome
 from betternorm.lab.store import Store

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import pytest
 
-from betternorm.cli import UserError
+from betternorm.errors import UserError
 from betternorm.lab import engines
 from betternorm.lab.store import Store
 from betternorm.lab.training import Config

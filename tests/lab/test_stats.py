@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from betternorm.cli import UserError
+from betternorm.errors import UserError
 from betternorm.lab import stats
 
 # Student's sleep data (1908): extra hours of sleep of ten patients under two drugs.

@@ -14,7 +14,7 @@ import time
 import pandas
 import pytest
 
-from betternorm.cli import UserError
+from betternorm.errors import UserError
 from betternorm.lab.store import DONE, FAILED, Row, Store, atomic
 
 CONFIG = {"norm": "ghost", "norm_options": [["ghost_size", 16]], "learning_rate": 0.1}
@@ -169,7 +169,7 @@ def test_a_file_is_old_or_new_never_half(tmp_path):
 
 FILL = """
 import sys
-from betternorm.cli import UserError
+from betternorm.errors import UserError
 from betternorm.lab.store import Store
 try:
     store = Store(sys.argv[1])

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import pytest
 
-from betternorm.cli import UserError
+from betternorm.errors import UserError
 from betternorm.lab import trials
 from betternorm.lab.store import Store
 

@@ -10,11 +10,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from betternorm.cli import FINDING, OK
+from betternorm.display.tables import table
+from betternorm.display.terminal import show
 from betternorm.lab import demo
 from betternorm.lab.report import page
 from betternorm.lab.results import Result
-from betternorm.tables import table
-from betternorm.terminal import show
 
 EXAMPLES = """examples:
   betternorm demo                     five seeds; a table here, a page in betternorm-demo/

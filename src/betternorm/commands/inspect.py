@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from betternorm.advice import Advice, advise
-from betternorm.cli import OK, UserError
-from betternorm.inspection import NormReport, guess_input, norm_report
+from betternorm.cli import OK
+from betternorm.decay.report import NormReport, norm_report
+from betternorm.decay.visit import guess_input
+from betternorm.display.picture import colour
+from betternorm.display.terminal import show
+from betternorm.errors import UserError
 from betternorm.integrations.models import load_model
-from betternorm.picture import colour
-from betternorm.terminal import show
 
 # Enough examples for statistics of a batch; the effects hardly depend on their number, the time does.
 MEASURED_WITH = 4

@@ -8,15 +8,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from betternorm.cli import OK, UserError
+from betternorm.cli import OK
+from betternorm.display.progress import track
+from betternorm.display.tables import table
+from betternorm.display.terminal import show
+from betternorm.errors import UserError
 from betternorm.lab import demo
 from betternorm.lab.experiments import registry, runner
 from betternorm.lab.experiments.scales import SCALES
 from betternorm.lab.report import files, labels, page
 from betternorm.lab.results import Result, Verdict
-from betternorm.progress import track
-from betternorm.tables import table
-from betternorm.terminal import show
 
 EXAMPLES = """examples:
   betternorm report reproduction-smoke                  its report.html, from all that has been run there

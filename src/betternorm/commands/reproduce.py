@@ -8,15 +8,16 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from betternorm.cli import FINDING, OK, UserError
+from betternorm.cli import FINDING, OK
 from betternorm.commands import run_options
+from betternorm.display.tables import table
+from betternorm.display.terminal import show
+from betternorm.errors import UserError
 from betternorm.lab.experiments import plan, registry, runner, saved_rows
 from betternorm.lab.experiments.scales import SCALES
 from betternorm.lab.results import Result
 from betternorm.lab.store import FAILED, Store
 from betternorm.lab.trials import process_rank
-from betternorm.tables import table
-from betternorm.terminal import show
 
 EXAMPLES = f"""experiments:
   {", ".join(registry.NAMES[:6])},

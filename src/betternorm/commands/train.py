@@ -8,14 +8,15 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from betternorm.cli import FINDING, OK, UserError
+from betternorm.cli import FINDING, OK
 from betternorm.commands import run_options
+from betternorm.display.tables import table
+from betternorm.display.terminal import show
+from betternorm.errors import UserError
 from betternorm.lab import engines, stats
 from betternorm.lab.store import DONE, Row, Store
 from betternorm.lab.training import JUDGED_BY, Config
 from betternorm.lab.trials import grid, process_rank
-from betternorm.tables import table
-from betternorm.terminal import show
 
 EXAMPLES = """examples:
   betternorm train                                                     digits, batch norm

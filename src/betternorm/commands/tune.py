@@ -15,17 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from betternorm.alpha import AlphaSearch, tune_alpha
-from betternorm.batches import evaluating, output_and_target
-from betternorm.cli import FINDING, OK, UserError
+from betternorm.cli import FINDING, OK
+from betternorm.display.progress import clock
+from betternorm.display.terminal import show
+from betternorm.errors import UncertainGainWarning, UserError
 from betternorm.integrations.checkpoints import load_checkpoint
-from betternorm.integrations.images import Batches, preprocessing, read_images
+from betternorm.integrations.images import read_images
+from betternorm.integrations.loading import ImageLoader
 from betternorm.integrations.models import load_model
-from betternorm.metrics import METRICS, SHARES
-from betternorm.progress import clock
+from betternorm.integrations.preprocessing import preprocessing
 from betternorm.surgery import convert
-from betternorm.terminal import show
-from betternorm.tuning import to_u
+from betternorm.weighing.batches import evaluating, output_and_target
+from betternorm.weighing.metrics import METRICS, SHARES
+from betternorm.weighing.result import AlphaSearch
+from betternorm.weighing.scale import to_u
+from betternorm.weighing.search import tune_alpha
 
 EXAMPLES = """\
 examples:
@@ -44,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help="timm:NAME, torchvision:NAME or path/to/file.py:function")
     add("--checkpoint", type=Path, required=True, metavar="FILE", help=".pt, .pth or .safetensors")
-    add("--data", required=True, help="a folder with a folder a class, an .npz with images and labels, or a dataset")
+    add("--data", required=True, help="one folder per class, an .npz with images and labels, or a dataset")
     add("--data-root", type=Path, metavar="FOLDER", help="where a dataset known by its name lies (default: data)")
     add("--split", choices=["val", "test"], default="val", help="of a dataset known by its name (default: val)")
     add(
@@ -56,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the tuned checkpoint (default: CHECKPOINT-tuned, beside it)",
     )
     add("--objective", default="cross_entropy", choices=list(METRICS), help="(default: cross_entropy)")
-    add("--per-layer", action="store_true", help="also fit one alpha a layer, and keep it where it is better")
+    add("--per-layer", action="store_true", help="also fit one alpha per layer, and keep it where it is better")
     add("--grid", type=int, metavar="N", help="try N alphas instead of searching")
     add("--limit", type=int, metavar="N", help="use N images, evenly spread")
     add("--folds", type=int, default=5, metavar="K", help="for the evidence (default: 5)")
@@ -142,7 +146,13 @@ def _data(
             images.check_labels(classes)
         if arguments.limit is not None:
             images = images.limited(arguments.limit)
-        batches = Batches(images, arguments.batch_size, arguments.workers, device.type == "cuda")
+        batches = ImageLoader(
+            images,
+            batch_size=arguments.batch_size,
+            num_workers=arguments.workers,
+            pin_memory=device.type == "cuda",
+            persistent_workers=arguments.workers > 0,
+        )
         return batches, len(images), str(how) if images.how is not None else "floats as they are"
     try:
         from betternorm.lab import data as lab
@@ -219,7 +229,7 @@ def _tuned(
     had_begun = unfinished.exists()
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="the gain in")  # the table says it
+            warnings.simplefilter("ignore", UncertainGainWarning)  # the table says it
             found = tune_alpha(
                 convert(model, "weighed"),
                 loader,
@@ -232,7 +242,7 @@ def _tuned(
                 resume=unfinished,
                 progress=False if arguments.quiet or arguments.json else None,
             )
-    except (ValueError, TypeError, UserError) as error:
+    except (ValueError, TypeError) as error:
         if not had_begun:
             unfinished.unlink(missing_ok=True)
         raise UserError(_first_line(error)) from error

@@ -6,14 +6,14 @@ import difflib
 import pickle
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from betternorm.cli import UserError
+from betternorm.errors import UserError
 
 # Where trainers put the weights within a checkpoint, and what wrappers put before the names.
 WRAPPERS = ("state_dict", "model_state_dict", "model_state", "model", "net", "network", "module", "weights", "params")
@@ -84,20 +84,48 @@ def load_checkpoint(model: nn.Module, path: str | Path, ema: bool = False) -> nn
     Everything the model has must be in the file, in the right shape. Names that the model does not have are an error
     too, except those of layers' alphas, for which it is converted.
     """
-    path = Path(path)
+    weights = _weights_for(model, Path(path), ema)
+    if any(name.endswith(".alpha") for name in weights):
+        from betternorm.surgery import convert
+
+        model = convert(model, "weighed")
+    _load(model, weights, Path(path))
+    return model
+
+
+def load_for_other_classes(model: nn.Module, path: str | Path) -> None:
+    """Load weights as a start for another task, in place: without alphas, which belong to the task they were tuned for.
+
+    The last linear layer may be missing, or have other shapes; it is then left as it was initialised.
+    """
+    weights = _weights_for(model, Path(path))
+    weights = {name: value for name, value in weights.items() if not name.endswith(".alpha")}
+    own = model.state_dict()
+    heads = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)][-1:]
+    head = {name for name in own if heads and name.startswith(f"{heads[0]}.")}
+    if any(name in weights and weights[name].shape != own[name].shape for name in head):
+        weights = {name: value for name, value in weights.items() if name not in head}
+    _load(model, weights, Path(path), may_lack=head)
+
+
+def _weights_for(model: nn.Module, path: Path, ema: bool = False) -> dict[str, Tensor]:
+    """The tensors of a file under the names that the model has for them."""
     try:
         weights = state_dict_of(read_checkpoint(path), ema)
     except UserError as error:
         message = str(error)
         raise UserError(message if str(path) in message else f"checkpoint {path}: {message}") from error
-    weights = _without_prefix(weights, set(model.state_dict()))
-    if any(name.endswith(".alpha") for name in weights):
-        from betternorm.surgery import convert
+    return _without_prefix(weights, set(model.state_dict()))
 
-        model = convert(model, "weighed")
+
+def _load(model: nn.Module, weights: dict[str, Tensor], path: Path, may_lack: Collection[str] = ()) -> None:
     own = model.state_dict()
     # Files from before torch 0.4.1 do not count batches.
-    missing = [name for name in own if name not in weights and not name.endswith(("num_batches_tracked", ".alpha"))]
+    missing = [
+        name
+        for name in own
+        if name not in weights and name not in may_lack and not name.endswith(("num_batches_tracked", ".alpha"))
+    ]
     unknown = [name for name in weights if name not in own and not name.endswith((".alpha", "num_batches_tracked"))]
     wrong = [name for name in own if name in weights and own[name].shape != weights[name].shape]
     if missing or unknown or wrong:
@@ -108,7 +136,6 @@ def load_checkpoint(model: nn.Module, path: str | Path, ema: bool = False) -> nn
         model.load_state_dict(weights, strict=False)
     except RuntimeError as error:
         raise UserError(f"checkpoint {path} does not fit the model: {_first_line(error)}") from error
-    return model
 
 
 def _without_prefix(weights: dict[str, Tensor], wanted: set[str]) -> dict[str, Tensor]:

@@ -1,118 +1,109 @@
-"""Labelled images from folders and arrays, prepared as a network wants them."""
+"""Labelled images from files: one folder per class, or an .npz with images and labels."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from betternorm.cli import UserError
+from betternorm.errors import UserError
+from betternorm.integrations.preprocessing import Preprocessing
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff", ".gif")
 SPLITS = ("", "val_", "validation_", "test_", "train_")  # before "images" and "labels" in an .npz, in order of choice
-CENTRE = 0.875  # of the short side, where a model does not say
 
 
-@dataclass(frozen=True)
-class Preprocessing:
-    """Short side to ``resize``, the centre ``size``, then (pixels / 255 - mean) / std. No size: images as they are."""
-
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    size: tuple[int, int] | None = None
-    resize: int | None = None
-    interpolation: str = "bilinear"
-    source: str = "given"
-
-    def __str__(self) -> str:
-        shape = f"{self.size[0]}x{self.size[1]}, " if self.size else ""
-        return f"{shape}mean {_numbers(self.mean)}, std {_numbers(self.std)} ({self.source})"
-
-    def __call__(self, picture: Any) -> Tensor:
-        from PIL import Image
-
-        picture = picture.convert("L" if len(self.mean) == 1 else "RGB")
-        if self.size is not None:
-            scale = (self.resize or round(min(self.size) / CENTRE)) / min(picture.size)
-            wide, high = (max(1, round(side * scale)) for side in picture.size)
-            picture = picture.resize((wide, high), getattr(Image.Resampling, self.interpolation.upper()))
-            left, top = round((wide - self.size[1]) / 2), round((high - self.size[0]) / 2)
-            picture = picture.crop((left, top, left + self.size[1], top + self.size[0]))
-        pixels = torch.from_numpy(np.array(picture, dtype=np.float32)).div_(255)
-        pixels = pixels[None] if pixels.dim() == 2 else pixels.permute(2, 0, 1)
-        return ((pixels - _column(self.mean)) / _column(self.std)).contiguous()
+# ---- files ----
 
 
-def declared_preprocessing(spec: str, model: nn.Module) -> Preprocessing | None:
-    """What timm or torchvision say about a model, or a model of the user's own in ``pretrained_cfg`` as timm's do."""
-    source, _, name = spec.rpartition(":")
-    if source == "torchvision":
-        from torchvision.models import get_model_weights
-
-        weights = list(get_model_weights(name))
-        if not weights:
-            return None
-        how = get_model_weights(name).DEFAULT.transforms()
-        size, resize = how.crop_size[0], how.resize_size[0]
-        return Preprocessing(
-            tuple(how.mean), tuple(how.std), (size, size), resize, how.interpolation.value, "torchvision"
-        )
-    said = getattr(model, "pretrained_cfg", None)
-    if not isinstance(said, dict) or not said.get("mean"):
-        return None
-    size = tuple(said["input_size"][1:]) if said.get("input_size") else None
-    resize = round(min(size) / (said.get("crop_pct") or CENTRE)) if size else None
-    interpolation = said.get("interpolation") or "bilinear"
-    return Preprocessing(
-        tuple(said["mean"]),
-        tuple(said["std"]),
-        size,
-        resize,
-        interpolation if interpolation in ("bilinear", "bicubic", "nearest", "lanczos") else "bicubic",
-        "timm" if source == "timm" else "the model",
-    )
+def class_names(folder: Path) -> list[str]:
+    """The names of the folders in a folder, sorted: one per class."""
+    return sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
 
 
-def preprocessing(
-    spec: str,
-    model: nn.Module,
-    mean: Sequence[float] | None = None,
-    std: Sequence[float] | None = None,
-    size: int | None = None,
-) -> Preprocessing:
-    """What the model declares, with what is given instead."""
-    declared = declared_preprocessing(spec, model)
-    if declared is None and (mean is None or std is None):
+def images_by_class(folder: Path, names: Sequence[str]) -> tuple[list[Path], list[int]]:
+    """The image files under the folder of each class, and their labels.
+
+    The names are given, so that every split numbers its classes alike; a class that this folder lacks has no images.
+    """
+    paths: list[Path] = []
+    labels: list[int] = []
+    for label, name in enumerate(names):
+        found = sorted(path for path in (folder / name).rglob("*") if is_image(path))
+        paths += found
+        labels += [label] * len(found)
+    return paths, labels
+
+
+def is_image(path: Path) -> bool:
+    return path.suffix.lower() in EXTENSIONS
+
+
+def open_image(path: Path) -> Any:
+    """An image, decoded, as PIL has it."""
+    from PIL import Image
+
+    try:
+        with Image.open(path) as picture:
+            return picture.copy()
+    except (OSError, SyntaxError, ValueError) as error:
+        raise UserError(f"{path} cannot be read as an image; replace or remove it") from error
+
+
+@contextmanager
+def open_npz(path: Path) -> Iterator[Mapping[str, np.ndarray]]:
+    """The arrays of a file by name, each read when it is asked for."""
+    if not path.is_file():
+        raise UserError(f"data {path}: there is no such file")
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            yield file
+    except UserError:
+        raise
+    except Exception as error:  # a damaged archive can fail in any way
+        raise UserError(f"data {path} cannot be read as .npz: {str(error).splitlines()[0]}") from error
+
+
+def labelled_arrays(path: Path, file: Mapping[str, np.ndarray], split: str) -> tuple[np.ndarray, np.ndarray]:
+    """Images and labels of a split, such as "test_" or "" for those without a name."""
+    if f"{split}labels" not in file:
+        raise UserError(f"data {path} has {split}images and no {split}labels: unlabelled images cannot be used")
+    images, labels = file[f"{split}images"], file[f"{split}labels"]
+    if len(images) != len(labels) or labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
         raise UserError(
-            f"model {spec!r} does not say how its images are prepared: give --mean and --std, of pixels between 0 and "
-            "1, like --mean 0.485,0.456,0.406 --std 0.229,0.224,0.225"
+            f"data {path}: labels are {labels.dtype} {labels.shape}; wanted is a whole number for each of the "
+            f"{len(images)} images"
         )
-    how = declared or Preprocessing((), ())
-    if mean is not None or std is not None:
-        how = replace(how, mean=tuple(mean or how.mean), std=tuple(std or how.std), source="given")
-    if len(how.mean) != len(how.std) or len(how.mean) not in (1, 3):
-        raise UserError(
-            f"--mean has {len(how.mean)} numbers and --std {len(how.std)}; both need 3, or 1 for grey images"
-        )
-    if min(how.std) <= 0:
-        raise UserError(f"--std is {_numbers(how.std)}; every number must be above 0")
-    if size is not None:
-        if size < 1:
-            raise UserError(f"--size is {size}; it must be a side in pixels, like 224")
-        how = replace(how, size=(size, size), resize=None if declared is None else _same_centre(declared, size))
-    return how
+    return images, labels
+
+
+# ---- datasets ----
+
+
+def read_images(path: Path, how: Preprocessing) -> Labelled:
+    """A folder with one folder per class, or an .npz with images and labels."""
+    if path.is_dir():
+        return _folder(path, how)
+    if path.suffix == ".npz":
+        return _arrays(path, how)
+    raise UserError(f"data {path}: it has to be a folder with one folder per class, or an .npz with images and labels")
 
 
 class Labelled(torch.utils.data.Dataset):  # type: ignore[type-arg]
     """Images and labels, prepared one by one."""
 
-    def __init__(self, pictures: Sequence[Any], labels: Sequence[int], how: Preprocessing | None, source: str) -> None:
+    def __init__(
+        self,
+        pictures: Sequence[Any] | np.ndarray,
+        labels: Sequence[int] | np.ndarray,
+        how: Preprocessing | None,
+        source: str,
+    ) -> None:
         self.pictures, self.labels, self.how, self.source = pictures, [int(label) for label in labels], how, source
 
     def __len__(self) -> int:
@@ -125,11 +116,7 @@ class Labelled(torch.utils.data.Dataset):  # type: ignore[type-arg]
         from PIL import Image
 
         if isinstance(picture, Path):
-            try:
-                with Image.open(picture) as opened:
-                    return self.how(opened), label
-            except (OSError, SyntaxError, ValueError) as error:
-                raise UserError(f"{picture} cannot be read as an image; replace or remove it") from error
+            return self.how(open_image(picture)), label
         return self.how(Image.fromarray(picture)), label
 
     def limited(self, limit: int) -> Labelled:
@@ -148,83 +135,28 @@ class Labelled(torch.utils.data.Dataset):  # type: ignore[type-arg]
             )
 
 
-def read_images(path: Path, how: Preprocessing) -> Labelled:
-    """A folder with a folder a class, or an .npz with images and labels."""
-    if path.is_dir():
-        return _folder(path, how)
-    if path.suffix == ".npz":
-        return _arrays(path, how)
-    raise UserError(f"data {path}: it has to be a folder with a folder a class, or an .npz with images and labels")
-
-
-class Batches:
-    """Batches of a dataset in their order; errors of workers come as one line."""
-
-    def __init__(self, images: Labelled, batch_size: int, workers: int, pin: bool) -> None:
-        self.batch_size = batch_size
-        self._loader = torch.utils.data.DataLoader(
-            images, batch_size=batch_size, num_workers=workers, pin_memory=pin, persistent_workers=workers > 0
-        )
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        try:
-            yield from self._loader
-        except UserError as error:
-            raise UserError(str(error).strip().splitlines()[-1].split("UserError: ")[-1]) from None
-        except RuntimeError as error:
-            if "stack expects each tensor to be equal size" in str(error):
-                raise UserError(
-                    "the images are of different sizes: give the side the network sees with --size"
-                ) from None
-            raise
-
-
 def _folder(path: Path, how: Preprocessing) -> Labelled:
-    classes = sorted(entry for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith("."))
-    names = {entry.name for entry in classes}
-    if "val" in names and names <= {"train", "val", "test"}:
+    names = class_names(path)
+    if "val" in names and set(names) <= {"train", "val", "test"}:
         return _folder(path / "val", how)
-    loose = [entry for entry in path.iterdir() if entry.suffix.lower() in EXTENSIONS]
+    loose = [entry for entry in path.iterdir() if is_image(entry)]
     if loose:
         raise UserError(
             f"data {path}: {loose[0].name} {'and others lie' if len(loose) > 1 else 'lies'} outside any class; images "
-            "are labelled by the folder they are in, a folder a class"
+            "are labelled by the folder they are in, one folder per class"
         )
-    pictures, labels = [], []
-    for label, folder in enumerate(classes):
-        found = sorted(entry for entry in folder.rglob("*") if entry.suffix.lower() in EXTENSIONS)
-        pictures += found
-        labels += [label] * len(found)
+    pictures, labels = images_by_class(path, names)
     if not pictures:
-        raise UserError(f"data {path}: there are no images ({', '.join(EXTENSIONS)}) in folders a class")
-    return Labelled(pictures, labels, how, f"data {path}, {len(classes)} folders")
+        raise UserError(f"data {path}: there are no images ({', '.join(EXTENSIONS)}) in one folder per class")
+    return Labelled(pictures, labels, how, f"data {path}, {len(names)} folders")
 
 
 def _arrays(path: Path, how: Preprocessing) -> Labelled:
-    if not path.is_file():
-        raise UserError(f"data {path}: there is no such file")
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            part = next((part for part in SPLITS if f"{part}images" in file.files), None)
-            if part is None:
-                raise UserError(f"data {path} has {', '.join(file.files) or 'nothing'}; it needs images and labels")
-            if f"{part}labels" not in file.files:
-                raise UserError(
-                    f"data {path} has {part}images and no {part}labels: unlabelled images cannot tune alpha"
-                )
-            images, labels = file[f"{part}images"], file[f"{part}labels"]
-    except UserError:
-        raise
-    except Exception as error:  # a damaged archive can fail in any way
-        raise UserError(f"data {path} cannot be read as .npz: {str(error).splitlines()[0]}") from error
-    if len(images) != len(labels) or labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
-        raise UserError(
-            f"data {path}: labels are {labels.dtype} {labels.shape}; wanted is a whole number for each of the "
-            f"{len(images)} images"
-        )
+    with open_npz(path) as file:
+        split = next((split for split in SPLITS if f"{split}images" in file), None)
+        if split is None:
+            raise UserError(f"data {path} has {', '.join(file) or 'nothing'}; it needs images and labels")
+        images, labels = labelled_arrays(path, file, split)
     if not len(images):
         raise UserError(f"data {path}: there are no images in it")
     if images.dtype == np.uint8 and (images.ndim == 3 or (images.ndim == 4 and images.shape[-1] in (1, 3))):
@@ -236,17 +168,3 @@ def _arrays(path: Path, how: Preprocessing) -> Labelled:
         f"data {path}: images are {images.dtype} {images.shape}; wanted are bytes (N, H, W, C), "
         "or prepared floats (N, C, H, W)"
     )
-
-
-def _same_centre(declared: Preprocessing, size: int) -> int | None:
-    if declared.size is None or declared.resize is None:
-        return None
-    return math.floor(size * declared.resize / min(declared.size) + 0.5)
-
-
-def _column(numbers: Sequence[float]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.float32).view(-1, 1, 1)
-
-
-def _numbers(numbers: Sequence[float]) -> str:
-    return ",".join(f"{number:g}" for number in numbers)

@@ -9,11 +9,13 @@ import torch
 from torch import nn, optim
 
 from betternorm.advice import upgrade
-from betternorm.alpha import AlphaSearch, get_alpha, set_alpha, tune_alpha, weighed_layers
-from betternorm.batches import Forward
 from betternorm.decay import param_groups
 from betternorm.integrations import torchvision as torchvision_support
 from betternorm.surgery import convert
+from betternorm.weighing.alpha import get_alpha, set_alpha, weighed_layers
+from betternorm.weighing.batches import Forward
+from betternorm.weighing.result import AlphaSearch
+from betternorm.weighing.search import tune_alpha
 
 torchvision_support.ready_if_installed()  # Lightning imports it
 

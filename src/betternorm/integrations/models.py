@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from betternorm.cli import UserError
+from betternorm.errors import UserError
 from betternorm.integrations import torchvision as torchvision_support
 
 FORMS = "timm:NAME, torchvision:NAME or path/to/file.py:function"

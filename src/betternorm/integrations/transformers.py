@@ -6,9 +6,10 @@ from typing import Any
 
 from torch import nn
 
-from betternorm.alpha import AlphaSearch, tune_alpha
 from betternorm.decay import param_groups
 from betternorm.integrations import torchvision as torchvision_support
+from betternorm.weighing.result import AlphaSearch
+from betternorm.weighing.search import tune_alpha
 
 torchvision_support.ready_if_installed()  # Transformers imports it
 

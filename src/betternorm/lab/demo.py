@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from betternorm.cli import UserError
+from betternorm.errors import UserError
 from betternorm.lab import engines, stats
 from betternorm.lab.experiments import claims, findings
 from betternorm.lab.results import Figure, Outcome, Result, Series, Table, Verdict

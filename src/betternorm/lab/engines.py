@@ -18,10 +18,10 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from betternorm.cli import UserError
+from betternorm.display.progress import Bar
+from betternorm.errors import UserError
 from betternorm.lab.store import FAILED, RUNNING, Row, Store
 from betternorm.lab.trials import Runtime, Trial, perform, run_trial, settled
-from betternorm.progress import Bar
 
 ENGINES = ("here", "processes", "ray")
 LIVES = 3  # times that a trial may lose its process before it counts as failed

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from torch.nn.parallel import DistributedDataParallel
 
-from betternorm.cli import UserError
+from betternorm.errors import UserError
 from betternorm.integrations.torchvision import ready
 from betternorm.lab.trials import Runtime
 

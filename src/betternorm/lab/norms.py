@@ -42,7 +42,7 @@ class NoisyGroupNorm(GroupNormBase):
         groups = num_features // self.channels_per_group
         self.register_buffer("spread", torch.zeros(2, groups))
 
-    def _normalise_batch(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _normalise_batch(self, input: Tensor, momentum: float | None) -> Tensor:
         grouped = input.unflatten(1, (-1, self.channels_per_group))
         var, mean = torch.var_mean(grouped, tuple(range(2, grouped.dim())), correction=0, keepdim=True)
         deviation = (var + self.eps).sqrt()
@@ -54,7 +54,9 @@ class NoisyGroupNorm(GroupNormBase):
         normal = ((grouped - mean - noise[0]) / (deviation * noise[1].exp())).flatten(1, 2)
         shape = (-1, *(1,) * (input.dim() - 2))
         var, mean = torch.var_mean(input.detach(), (0, *range(2, input.dim())), correction=0)
-        return normal * self.weight.view(shape) + self.bias.view(shape), mean, var
+        self._track(mean, var, momentum)
+        output: Tensor = normal * self.weight.view(shape) + self.bias.view(shape)
+        return output
 
 
 class RandomGroupNorm(GroupNormBase):
@@ -64,15 +66,16 @@ class RandomGroupNorm(GroupNormBase):
         super().__init__(num_features, num_groups)
         self.share = share
 
-    def _normalise_batch(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _normalise_batch(self, input: Tensor, momentum: float | None) -> Tensor:
         if torch.rand(()) >= self.share:
-            return super()._normalise_batch(input)
+            return super()._normalise_batch(input, momentum)
         order = torch.randperm(self.num_features, device=input.device)
         back = order.argsort()
         output, mean, var = grouped_batch_norm(
             input[:, order], self.weight[order], self.bias[order], self.channels_per_group, 1, self.eps
         )
-        return output[:, back], mean[back], var[back]
+        self._track(mean[back], var[back], momentum)
+        return output[:, back]
 
 
 class ChangingGroupNorm(GroupNormBase):
@@ -82,11 +85,11 @@ class ChangingGroupNorm(GroupNormBase):
         super().__init__(num_features, first)
         self.first, self.last, self.steps = first, last, steps
 
-    def _normalise_batch(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _normalise_batch(self, input: Tensor, momentum: float | None) -> Tensor:
         part = min(1.0, int(self.num_batches_tracked) / self.steps)
         groups = 2 ** round((1 - part) * (self.first.bit_length() - 1) + part * (self.last.bit_length() - 1))
         self.channels_per_group = channels_in_group(groups, self.num_features)
-        return super()._normalise_batch(input)
+        return super()._normalise_batch(input, momentum)
 
     def _load_from_state_dict(self, *arguments: Any) -> None:
         super()._load_from_state_dict(*arguments)

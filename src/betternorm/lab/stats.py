@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from betternorm.cli import UserError
+from betternorm.errors import UserError
 
 CONFIDENCE = 0.95
 RESAMPLES = 9999

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from betternorm.cli import UserError
+from betternorm.errors import UserError
 
 if TYPE_CHECKING:
     import pandas

@@ -24,7 +24,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from betternorm.cli import UserError
+from betternorm.errors import UserError
 from betternorm.lab.store import DONE, FAILED, RUNNING, Row, Store
 
 Progress = Callable[[float], None]  # called with the part of the trial that is done, 0 to 1

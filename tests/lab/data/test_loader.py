@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from betternorm.cli import UserError
+from betternorm.errors import UserError
 from betternorm.lab import data
 
 

@@ -10,7 +10,7 @@ import scipy.io
 import torch
 from PIL import Image
 
-from betternorm.cli import UserError
+from betternorm.errors import UserError
 from betternorm.lab import data
 from betternorm.lab.data import dataset, readers, splits
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from betternorm.cli import UserError
 from betternorm.commands import report
+from betternorm.errors import UserError
 from betternorm.lab import models
 from betternorm.lab.experiments import findings, registry, runner, saved_rows, scales, trained_networks
 from betternorm.lab.results import Outcome

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 
-from betternorm.cli import UserError
+from betternorm.errors import UserError
 from betternorm.lab.report import charts, page
 from betternorm.lab.results import Figure, Series, Table
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import nn
 
-from betternorm.cli import UserError
+from betternorm.errors import UserError
 from betternorm.lab import data, training, trials
 from betternorm.lab.store import Store
 from betternorm.lab.training import Config, checkpoints
@@ -413,7 +413,7 @@ def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(tmp_path):
 
 def test_a_bar_shows_loss_accuracy_speed_and_what_is_left(tmp_path, capsys, monkeypatch):
     clock = itertools.count()
-    monkeypatch.setattr("betternorm.progress.time.monotonic", lambda: next(clock))  # drawn at every step
+    monkeypatch.setattr("betternorm.display.progress.time.monotonic", lambda: next(clock))  # drawn at every step
     training.train(SMALL, tmp_path, replace(HERE, show=True))
     shown = capsys.readouterr().err
     assert "12/12" in shown

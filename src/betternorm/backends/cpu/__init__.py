@@ -13,7 +13,7 @@ import torch
 
 from betternorm.backends import operators  # noqa: F401  (the schemas have to be there first)
 
-LIBRARY = Path(__file__).with_name("_kernels.so")
+LIBRARY = Path(__file__).with_name("libbetternorm.so.0")
 
 
 def _load() -> tuple[bool, str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from betternorm.cli import UserError
+from betternorm.errors import UserError
 from betternorm.lab.data.facts import Facts
 from betternorm.lab.data.images import in_memory
 from betternorm.lab.data.readers import read

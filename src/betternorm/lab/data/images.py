@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from betternorm.cli import UserError
+from betternorm.errors import UserError
 from betternorm.lab.data.facts import Facts
 from betternorm.lab.data.splits import Split
 
@@ -40,6 +40,8 @@ def picture_at(name: str, split: Split, row: int) -> Any:
     number = int(split.rows[row]) if split.rows is not None else row
     try:
         return split.source[number][0].convert("RGB")
+    except UserError:
+        raise
     except (OSError, SyntaxError, ValueError) as problem:
         raise UserError(f"image {number} of {name} cannot be read: {problem}; replace or remove it") from problem
 

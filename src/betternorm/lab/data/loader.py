@@ -7,14 +7,14 @@ again at any epoch, and any number of processes sees the same batches.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from betternorm.cli import UserError
+from betternorm.errors import UserError
+from betternorm.integrations.loading import ImageLoader
 from betternorm.lab.data.dataset import Data
 from betternorm.lab.data.facts import Facts
 from betternorm.lab.data.images import picture_at, square
@@ -157,25 +157,16 @@ class Loader:
     def _from_files(self, batches: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         generator = _generator(self.seed, self.epoch, "augment")
         files = _Decoded(self.split, self.facts, self.augment)
-        loader = torch.utils.data.DataLoader(
+        loader = ImageLoader(
             files,
             batch_sampler=[self._mine(batch).tolist() for batch in batches],
-            collate_fn=_collate,
             num_workers=self.workers,
             generator=generator,  # seeds the workers, so that an epoch's crops follow from seed and epoch
             pin_memory=self.device.type == "cuda",
         )
-        for batch in loader:
-            if isinstance(batch, UserError):
-                raise batch
-            images, labels = batch[0].to(self.device, non_blocking=True), batch[1]
+        for images, labels in loader:
+            images = images.to(self.device, non_blocking=True)
             yield (images * self._scale).add_(self._shift), labels.to(self.device, non_blocking=True)
-
-
-def _collate(items: list[tuple[Tensor, Tensor] | UserError]) -> Any:
-    """The items as a batch, or the first error among them: raised in a worker, it would come with a traceback."""
-    errors = [item for item in items if isinstance(item, UserError)]
-    return errors[0] if errors else torch.utils.data.default_collate(items)
 
 
 class _Decoded(torch.utils.data.Dataset):  # type: ignore[type-arg]
@@ -189,11 +180,8 @@ class _Decoded(torch.utils.data.Dataset):  # type: ignore[type-arg]
     def __len__(self) -> int:
         return len(self.split)
 
-    def __getitem__(self, row: int) -> tuple[Tensor, Tensor] | UserError:
-        try:
-            picture = picture_at(self.facts.title, self.split, row)
-        except UserError as problem:
-            return problem
+    def __getitem__(self, row: int) -> tuple[Tensor, Tensor]:
+        picture = picture_at(self.facts.title, self.split, row)
         size = self.facts.size
         if not self.augment:
             wide = round(size / self.CENTRE)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from betternorm.cli import UserError
+from betternorm.errors import UserError
 from betternorm.lab.data.facts import DATASETS, Facts
 from betternorm.lab.data.splits import SPLIT_SEED, Split, own_split, paper_split
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from betternorm.cli import UserError
+from betternorm.errors import UserError
 from betternorm.lab.data.facts import DATASETS
 
 SPLIT_SEED = 0  # one split of every dataset for all time: changing this makes every stored result incomparable

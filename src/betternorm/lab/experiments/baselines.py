@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from betternorm.alpha import weighed_layers
 from betternorm.lab.data import Data, Loader
 from betternorm.lab.experiments import claims, findings, trained_networks
 from betternorm.lab.experiments.findings import Findings, FinishedRuns, Label
@@ -21,6 +20,7 @@ from betternorm.lab.experiments.scales import TASKS, at_batch_size, groups, with
 from betternorm.lab.results import Figure, Table, Verdict
 from betternorm.lab.training import evaluate, tune_for_row
 from betternorm.lab.trials import Progress, Trial
+from betternorm.weighing.alpha import weighed_layers
 
 TITLE = "Batch, group, layer, instance, renorm, switchable"
 PLACE = "Section 2"

@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from betternorm.alpha import calibrate, set_alpha
 from betternorm.lab.data import Data, Loader
 from betternorm.lab.experiments import claims, findings, trained_networks
 from betternorm.lab.experiments.findings import Findings, FinishedRuns, Label
@@ -22,6 +21,8 @@ from betternorm.lab.experiments.scales import TASKS, groups, steps, with_norm
 from betternorm.lab.results import Figure, Table
 from betternorm.lab.training import evaluate
 from betternorm.lab.trials import Progress, Trial
+from betternorm.weighing.alpha import set_alpha
+from betternorm.weighing.calibration import calibrate
 
 TITLE = "What the paper tried in vain"
 PLACE = "Appendix C"

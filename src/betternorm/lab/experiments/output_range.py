@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from betternorm.alpha import set_alpha, weighed_layers
 from betternorm.lab.data import Data, Loader
 from betternorm.lab.experiments import claims, findings, ghost_size, trained_networks
 from betternorm.lab.experiments.findings import Findings, FinishedRuns, Label
@@ -27,6 +26,7 @@ from betternorm.lab.experiments.scales import TASKS
 from betternorm.lab.results import Figure, Table, Verdict
 from betternorm.lab.trials import Progress, Runtime, Trial
 from betternorm.layers import GroupedBatchNorm
+from betternorm.weighing.alpha import set_alpha, weighed_layers
 
 TITLE = "The range of the output, in training and at inference"
 PLACE = "Equation 2; appendices A and B"

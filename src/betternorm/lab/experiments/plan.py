@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from betternorm.display.progress import track
+from betternorm.display.tables import table
 from betternorm.integrations.models import load_model
 from betternorm.lab import models
 from betternorm.lab.data import DATASETS
@@ -21,8 +23,6 @@ from betternorm.lab.experiments.alpha_imagenet import Curve
 from betternorm.lab.experiments.scales import steps
 from betternorm.lab.training import Config
 from betternorm.lab.trials import Trial
-from betternorm.progress import track
-from betternorm.tables import table
 
 GPU_SPEED = (
     20e12  # operations in a second that a training does on one A100-class GPU at 32 bits with TF32, not its peak

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import ModuleType
 
-from betternorm.cli import UserError
+from betternorm.errors import UserError
 from betternorm.lab.experiments.findings import Label
 from betternorm.lab.experiments.scales import SCALES, SEEDS
 from betternorm.lab.trials import Trial

@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from betternorm.alpha import weighed_layers
 from betternorm.lab.data import Data, Loader, data_folder
 from betternorm.lab.store import Store
 from betternorm.lab.training import Config, load_data, train, trained
 from betternorm.lab.trials import Progress, Runtime
 from betternorm.surgery import convert
+from betternorm.weighing.alpha import weighed_layers
 
 
 def network_file(config: Config, folder: Path, runtime: Runtime) -> Path:

@@ -7,7 +7,6 @@ others come from timm or torchvision.
 from betternorm.lab.models.building import ALIASES, NETWORKS, NORMS, apply_norm, build
 from betternorm.lab.models.cifar_resnets import CIFAR_RESNETS, CifarResNet
 from betternorm.lab.models.resnet import PreActivationBlock, ResNet
-from betternorm.lab.models.weights import load_weights, read_weights
 
 __all__ = [
     "ALIASES",
@@ -19,6 +18,4 @@ __all__ = [
     "ResNet",
     "apply_norm",
     "build",
-    "load_weights",
-    "read_weights",
 ]

@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import nn
 
-from betternorm.cli import UserError
+from betternorm.errors import UserError
+from betternorm.integrations.checkpoints import load_for_other_classes
 from betternorm.integrations.models import load_model
 from betternorm.lab.models.cifar_resnets import CIFAR_RESNETS, CifarResNet
 from betternorm.lab.models.resnet import ResNet
-from betternorm.lab.models.weights import load_weights
 from betternorm.surgery import OPTIONS, convert
 
 # The paper's large networks, by the names they have in timm.
@@ -53,7 +53,7 @@ def build(
             :func:`load_model` takes.
         width, blocks, stem_stride: of the first two only; the others have their own.
         norm, norm_options: see :func:`apply_norm`.
-        weights: a file with trained weights, see :func:`load_weights`.
+        weights: a file with trained weights; a classifier for other classes is left as it was initialised.
     """
     if network in ("resnet18", "plain18"):
         model: nn.Module = ResNet(
@@ -76,7 +76,7 @@ def build(
             "timm:NAME, torchvision:NAME or path/to/file.py:function"
         )
     if weights is not None:
-        load_weights(model, weights)
+        load_for_other_classes(model, weights)
     return apply_norm(model, norm, norm_options or {})
 
 

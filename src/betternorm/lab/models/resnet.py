@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from betternorm.cli import UserError
+from betternorm.errors import UserError
 
 
 class ResNet(nn.Module):

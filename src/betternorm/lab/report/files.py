@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from betternorm.display.tables import is_number, shown
 from betternorm.lab.report import charts, labels, provenance
 from betternorm.lab.results import Figure, Result, Table
 from betternorm.lab.store import atomic, export, make_folder
-from betternorm.tables import is_number, shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -18,10 +18,10 @@ from string import Template
 from typing import Any
 
 from betternorm import __version__
+from betternorm.display.tables import is_number, shown
 from betternorm.lab.report import charts, labels, provenance
 from betternorm.lab.results import Figure, Outcome, Result, Table, Verdict
 from betternorm.lab.store import atomic, make_folder
-from betternorm.tables import is_number, shown
 
 BADGES = {Outcome.SEEN: ("seen", "✓"), Outcome.NOT_SEEN: ("not-seen", "✗"), Outcome.UNDECIDED: ("undecided", "–")}
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from betternorm.display.progress import clock
+from betternorm.display.tables import shown
 from betternorm.lab.results import Table
 from betternorm.lab.store import Row
-from betternorm.progress import clock
-from betternorm.tables import shown
 
 
 def settings_of(rows: Sequence[Row]) -> tuple[dict[str, str], Table]:

@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from betternorm.cli import UserError
+from betternorm.errors import UserError
 from betternorm.lab.store import atomic
 from betternorm.lab.training.config import Config
 

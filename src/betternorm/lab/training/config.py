@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from betternorm.cli import UserError
+from betternorm.errors import UserError
 from betternorm.lab import data as datasets
 from betternorm.lab import models
 from betternorm.lab.trials import Progress, Runtime, Trial

@@ -10,9 +10,12 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from betternorm.alpha import AlphaSearch, get_alpha, set_alpha, tune_alpha
+from betternorm.errors import UncertainGainWarning
 from betternorm.lab.training.config import JUDGED_BY
-from betternorm.metrics import METRICS
+from betternorm.weighing.alpha import get_alpha, set_alpha
+from betternorm.weighing.metrics import METRICS
+from betternorm.weighing.result import AlphaSearch
+from betternorm.weighing.search import tune_alpha
 
 
 def evaluate(
@@ -46,5 +49,5 @@ def evaluate(
 def tune_for_row(network: nn.Module, loader: Iterable[Any], **options: Any) -> AlphaSearch:
     """:func:`betternorm.tune_alpha` that sets the best alpha, and leaves it to the row to say that it may be chance."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="the gain in", category=UserWarning)
+        warnings.simplefilter("ignore", UncertainGainWarning)
         return tune_alpha(network, loader, JUDGED_BY, insist=True, **options)

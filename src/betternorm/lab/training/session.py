@@ -20,8 +20,9 @@ import torch.distributed
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from betternorm.cli import UserError
 from betternorm.decay import decay_toward_one, param_groups
+from betternorm.display.progress import Bar
+from betternorm.errors import UserError
 from betternorm.lab import data as datasets
 from betternorm.lab.store import make_folder
 from betternorm.lab.training.checkpoints import (
@@ -35,7 +36,6 @@ from betternorm.lab.training.checkpoints import (
 from betternorm.lab.training.config import JUDGED_BY, Config, build_model, learning_rate, load_data
 from betternorm.lab.training.evaluation import evaluate, tune_for_row
 from betternorm.lab.trials import Progress, Runtime
-from betternorm.progress import Bar
 from betternorm.surgery import convert
 
 EVALUATION_BATCH = 250  # examples at least; no result depends on it beyond rounding

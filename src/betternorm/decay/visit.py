@@ -1,0 +1,189 @@
+"""Running a model in training mode without leaving a trace in it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from betternorm.decay.norms import gammas_and_betas, imported_classes
+
+# Of a layer's eps while measuring: what eps keeps a normalisation from undoing, deep networks amplify.
+_EPS_LEFT = 1e-3
+
+_RANDOM_DEPTH = {
+    "timm.layers.drop": ("DropPath", "DropBlock2d"),
+    "torchvision.ops.stochastic_depth": ("StochasticDepth",),
+    "torchvision.ops.drop_block": ("DropBlock2d",),
+}
+
+
+class Visit:
+    """A visit to a model: training mode and gradients for everything inside, and all as before at the end."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        if any(isinstance(m, LazyModuleMixin) and m.has_uninitialized_params() for m in model.modules()):
+            raise ValueError(f"{type(model).__name__} has lazy layers without a shape yet; run it once first")
+        self._modes = [(module, module.training) for module in model.modules()]
+        self._buffers = [(module, dict(module._buffers)) for module in model.modules()]
+        self._buffer_values = [
+            (buffer, buffer.detach().clone())
+            for _, buffers in self._buffers
+            for buffer in buffers.values()
+            if buffer is not None
+        ]
+        self._gradients = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+        self._filled: list[tuple[nn.Parameter, Tensor]] = []
+        self._eps: list[tuple[Any, float]] = []
+        self._devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+
+    def __enter__(self) -> Visit:
+        self.model.train()
+        for module in self.model.modules():
+            if isinstance(module, (_DropoutNd, *imported_classes(_RANDOM_DEPTH))):
+                module.training = False
+        for parameter, _ in self._gradients:
+            if parameter.is_floating_point():
+                parameter.requires_grad_(True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._restore_buffers()
+        with torch.no_grad():
+            for parameter, value in self._filled:
+                parameter.copy_(value)
+        for parameter, requires_grad in self._gradients:
+            parameter.requires_grad_(requires_grad)
+        for module, training in self._modes:
+            module.training = training
+        for module, eps in self._eps:
+            module.eps = eps
+
+    def run(self, example_input: Any, grad: bool = False) -> Any:
+        """One forward pass; every one starts from the same buffers and the same random state."""
+        self._restore_buffers()  # before and not after: autograd refuses buffers that changed since the pass
+        with torch.set_grad_enabled(grad), _same_randomness(self._devices):
+            arguments, keywords = _arguments(example_input, grad)
+            return self.model(*arguments, **keywords)
+
+    def fill_zeros(self, layers: Mapping[str, nn.Module]) -> None:
+        """Give a value to each gamma and each matrix that is all zero, and so hides what lies behind it."""
+        gammas = {gamma for layer in layers.values() for gamma in gammas_and_betas(layer)[0]}
+        with torch.no_grad():
+            for parameter, _ in self._gradients:
+                hides = parameter in gammas or parameter.dim() >= 2
+                if not hides or not parameter.is_floating_point() or parameter.any():
+                    continue
+                self._filled.append((parameter, parameter.clone()))
+                if parameter in gammas:
+                    parameter.fill_(1.0)
+                else:
+                    generator = torch.Generator().manual_seed(len(self._filled))
+                    deviation = (parameter.numel() / parameter.shape[0]) ** -0.5
+                    parameter.copy_(deviation * torch.randn(parameter.shape, generator=generator))
+
+    def shrink_eps(self, layers: Mapping[str, nn.Module]) -> None:
+        """Let normalisations undo what they would undo but for their eps."""
+        modules: list[Any] = [module for layer in layers.values() for module in layer.modules()]
+        self._eps = [(module, module.eps) for module in modules if isinstance(getattr(module, "eps", None), float)]
+        for module, eps in self._eps:
+            module.eps = eps * _EPS_LEFT
+
+    def _restore_buffers(self) -> None:
+        for module, buffers in self._buffers:
+            module._buffers.update(buffers)
+        with torch.no_grad():
+            for buffer, value in self._buffer_values:
+                buffer.copy_(value)
+
+
+def guess_input(model: nn.Module, batch_size: int = 4) -> Tensor:
+    """A random batch that the model accepts: by timm's configuration, or by the first layer and usual image sizes."""
+    if batch_size < 1:
+        raise ValueError(f"batch_size is {batch_size}; it must be 1 or more")
+    generator = torch.Generator().manual_seed(0)
+    first = next((p for p in model.parameters()), torch.empty(0))
+    with Visit(model) as visit:
+        for shape in _plausible_shapes(model):
+            example = torch.randn(batch_size, *shape, generator=generator).to(first.device, first.dtype)
+            try:
+                visit.run(example)
+            except Exception:
+                continue
+            return example
+    raise ValueError(
+        f"no example input could be guessed for {type(model).__name__}: give one, such as "
+        f"example_input=torch.randn({batch_size}, 3, 224, 224)"
+    )
+
+
+def _plausible_shapes(model: nn.Module) -> list[tuple[int, ...]]:
+    configuration = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None) or {}
+    if isinstance(configuration, Mapping) and configuration.get("input_size"):
+        return [tuple(configuration["input_size"])]
+    for module in model.modules():
+        if isinstance(module, nn.modules.conv._ConvNd):
+            dimensions = len(module.kernel_size)
+            sides = {1: (64, 256, 1024), 2: (64, 224, 32, 28, 299), 3: (16, 32, 64)}[dimensions]
+            return [(module.in_channels, *[side] * dimensions) for side in sides]
+        if isinstance(module, nn.Linear):
+            return [(module.in_features,), (16, module.in_features)]
+    return []
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The floating-point tensors in whatever a model returns."""
+    if isinstance(value, Tensor):
+        return [value] if value.is_floating_point() else []
+    if isinstance(value, Mapping):
+        return [tensor for item in value.values() for tensor in tensors_in(item)]
+    if isinstance(value, (tuple, list)):
+        return [tensor for item in value for tensor in tensors_in(item)]
+    if dataclasses.is_dataclass(value):
+        return [tensor for item in vars(value).values() for tensor in tensors_in(item)]
+    return []
+
+
+def input_tensors(value: Any) -> list[Tensor]:
+    arguments, keywords = _arguments(value, grad=False)
+    return [item for item in (*arguments, *keywords.values()) if isinstance(item, Tensor)]
+
+
+def _arguments(example_input: Any, grad: bool) -> tuple[list[Any], dict[str, Any]]:
+    """Positional and keyword arguments, copied so that the caller's survive a model that works in place."""
+
+    def fresh(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if grad and value.is_floating_point():
+            return value.detach().clone().requires_grad_().clone()  # not a leaf: may be changed in place
+        return value.detach().clone()
+
+    if isinstance(example_input, Mapping):
+        return [], {key: fresh(value) for key, value in example_input.items()}
+    if isinstance(example_input, (tuple, list)):
+        return [fresh(value) for value in example_input], {}
+    return [fresh(example_input)], {}
+
+
+@contextlib.contextmanager
+def _same_randomness(devices: list[int]) -> Iterator[None]:
+    numpy = sys.modules.get("numpy")
+    python_state = random.getstate()
+    numpy_state = numpy.random.get_state() if numpy else None
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(python_state)
+        if numpy:
+            numpy.random.set_state(numpy_state)

@@ -1,0 +1,10 @@
+"""Inference example weighing: the statistics of the example itself get a weight, alpha (section 3.1 of the paper)."""
+
+from betternorm.weighing.alpha import get_alpha, set_alpha
+from betternorm.weighing.calibration import calibrate
+from betternorm.weighing.comparison import compare_alpha
+from betternorm.weighing.metrics import Metric
+from betternorm.weighing.result import AlphaSearch
+from betternorm.weighing.search import tune_alpha
+
+__all__ = ["AlphaSearch", "Metric", "calibrate", "compare_alpha", "get_alpha", "set_alpha", "tune_alpha"]

@@ -1,0 +1,127 @@
+"""Moving averages from data: the mean and variance of what enters each norm layer (section 3.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from betternorm.display.progress import Bar
+from betternorm.layers import GroupedBatchNorm
+from betternorm.surgery import convert
+from betternorm.weighing.alpha import weighed_layers
+from betternorm.weighing.batches import Forward, check_limit, device_of, evaluating, iterate, length_of, output_of
+
+
+def calibrate(
+    model: nn.Module,
+    loader: Iterable[Any],
+    *,
+    limit: int | None = None,
+    passes: int | None = None,
+    tolerance: float = 1e-3,
+    forward: Forward | None = None,
+    progress: bool | None = None,
+) -> int:
+    r"""Set the moving averages to the mean and variance of the layers' inputs over the data, in place.
+
+    A GroupNorm or InstanceNorm network has no averages until then; one pass over the data gives them exactly. A plain
+    one is first converted (``convert(model, "weighed")``).
+
+    With BatchNorm what enters a layer depends on the averages of the layers before it. Each pass takes the averages of
+    the pass before, as at inference, so the result does not depend on how the data is cut into batches or in which
+    order it comes; a layer is exact once all before it are. Passes are made until no average moves by more than
+    ``tolerance`` (in standard deviations of its channel), at most as many as there are layers plus one: that is the end
+    for any network, with the statistics that one batch of all the data would have. Examples are weighed equally.
+
+    Args:
+        loader: batches as for `tune_alpha`; labels are not looked at.
+        limit: use at most so many examples.
+        passes: make exactly so many passes instead; 1 is often near enough for a trained BatchNorm network.
+        progress: show a bar; None shows it on a terminal.
+
+    Returns:
+        The number of passes that were made.
+    """
+    if passes is not None and passes < 1:
+        raise ValueError(f"passes={passes} must be 1 or more")
+    check_limit(limit)
+    layers = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
+    if not layers:
+        convert(model, "weighed")
+        layers = list(weighed_layers(model).values())
+    if not layers:
+        raise ValueError("the model has no layer with moving averages to calibrate")
+    # The averages of a layer with alpha = 1 reach no other layer.
+    alone = all(isinstance(layer, GroupedBatchNorm) and layer.alpha == 1 for layer in layers)
+    most = passes or (1 if alone else len(layers) + 1)
+    run = forward or output_of
+    for done in range(1, most + 1):
+        moments = {layer: _Moments() for layer in layers}
+        hooks = [layer.register_forward_pre_hook(moments[layer].observe) for layer in layers]
+        batches = 0
+        try:
+            label, length = f"calibrating, pass {done}", length_of(loader, limit)
+            with evaluating(model), torch.inference_mode(), Bar(label, length, progress) as bar:
+                for batch in iterate(loader, limit, device_of(model)):
+                    run(model, batch)
+                    batches += 1
+                    bar.advance()
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if not batches:
+            raise ValueError("the loader gave no batches: nothing to calibrate on")
+        moved = max(moments[layer].write_to(layer, batches) for layer in layers)
+        if passes is None and moved <= tolerance:
+            break
+    return done
+
+
+def has_no_averages(layer: GroupedBatchNorm) -> bool:
+    """Whether the layer was made from Group or Instance Norm and has no averages yet."""
+    return layer.alpha == 1 and layer.num_batches_tracked is not None and int(layer.num_batches_tracked) == 0
+
+
+class _Moments:
+    """Mean and variance of what enters a layer, over all batches, in float64."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.mean: Tensor | None = None
+        self.var: Tensor | None = None
+
+    def observe(self, layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        x = inputs[0].detach()
+        examples = x.shape[0]
+        kind = torch.float32 if x.device.type == "mps" else torch.float64  # which has no float64
+        var, mean = torch.var_mean(x.to(kind), (0, *range(2, x.dim())), correction=0)
+        if self.mean is None or self.var is None:
+            self.count, self.mean, self.var = examples, mean, var
+            return
+        share = examples / (self.count + examples)
+        step = mean - self.mean
+        self.var = self.var + share * (var - self.var) + share * (1 - share) * step.square()
+        self.mean = self.mean + share * step
+        self.count += examples
+
+    def write_to(self, layer: _BatchNorm, batches: int) -> float:
+        """Write the averages into the layer; returns how far they moved, in standard deviations."""
+        if self.mean is None or self.var is None:  # the layer was not reached
+            return 0.0
+        assert layer.running_mean is not None
+        assert layer.running_var is not None
+        deviation = (self.var + layer.eps).sqrt()
+        moved = torch.maximum(
+            (self.mean - layer.running_mean).abs() / deviation,
+            ((layer.running_var.clamp(min=0) + layer.eps).sqrt() / deviation - 1).abs(),
+        )
+        with torch.no_grad():
+            layer.running_mean.copy_(self.mean)
+            layer.running_var.copy_(self.var)
+            if layer.num_batches_tracked is not None:
+                layer.num_batches_tracked.fill_(batches)
+        return float(moved.max())

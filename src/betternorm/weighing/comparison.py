@@ -1,0 +1,63 @@
+"""Two settings of alpha compared on data that neither was chosen on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from betternorm.layers import checked_alpha
+from betternorm.weighing.alpha import alpha_as_trained, listed, tuned_layers
+from betternorm.weighing.batches import Forward, output_and_target
+from betternorm.weighing.evaluation import Evaluations
+from betternorm.weighing.evidence import Gain
+from betternorm.weighing.metrics import AnyMetric, named_metrics
+
+
+def compare_alpha(
+    model: nn.Module,
+    loader: Iterable[Any],
+    alpha: float | Mapping[str, float],
+    against: float | Mapping[str, float] | None = None,
+    metrics: Iterable[AnyMetric] = ("top1", "top5", "cross_entropy"),
+    *,
+    confidence: float = 0.95,
+    forward: Forward | None = None,
+    limit: int | None = None,
+    seed: int = 0,
+    progress: bool | None = None,
+) -> dict[str, Gain]:
+    """What one setting of alpha gains over another, by metric, with paired intervals, in one pass over the data.
+
+    For data that neither was chosen on, such as a test set. The model, which has to be converted, is left as it is.
+
+    Args:
+        alpha: one number, or numbers by layer name; layers that are not named keep theirs.
+        against: the same; None is the network as it was trained (alpha = 0 with BatchNorm, 1 with GroupNorm).
+        metrics, forward, limit, confidence, progress: as in `tune_alpha`.
+    """
+    layers = tuned_layers(model)
+    current = {name: layer.alpha for name, layer in layers.items()}
+    baseline = alpha_as_trained(layers)
+
+    def setting(wanted: float | Mapping[str, float]) -> tuple[float, ...]:
+        if not isinstance(wanted, Mapping):
+            wanted = dict.fromkeys(layers, wanted)
+        if unknown := [name for name in wanted if name not in layers]:
+            raise ValueError(f"{unknown[0]!r} is not a layer with an alpha to choose; those are {listed(list(layers))}")
+        return tuple(checked_alpha(wanted.get(name, current[name])) for name in layers)
+
+    before, after = setting(baseline if against is None else against), setting(alpha)
+    evaluations = Evaluations(
+        model, layers, loader, named_metrics(metrics), forward or output_and_target, limit, None, progress, baseline
+    )
+    try:
+        evaluations.evaluate([before, after])
+    finally:
+        for name, value in current.items():
+            layers[name].alpha = value
+    return {
+        metric: evaluations.gain(metric, values[before], values[after], confidence, seed)
+        for metric, values in evaluations.values.items()
+    }

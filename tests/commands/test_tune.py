@@ -1,0 +1,301 @@
+"""``betternorm tune`` from the shell's side: what goes in, what comes out, and what is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from betternorm.cli import BAD_INPUT, FINDING, INTERRUPTED, OK, main
+from betternorm.integrations.checkpoints import load_checkpoint
+from betternorm.weighing.alpha import get_alpha
+from betternorm.weighing.evaluation import Evaluations
+from betternorm.weighing.result import AlphaSearch
+
+Image = pytest.importorskip("PIL.Image")
+pytest.importorskip("matplotlib")
+
+MODEL = """
+import torch
+from torch import nn
+
+def build(num_classes=3):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+                         nn.Linear(6, num_classes))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model, its checkpoint and a validation set on which some alpha above 0 is clearly better."""
+    monkeypatch.chdir(tmp_path)
+    Path("net.py").write_text(MODEL)
+    scope: dict[str, Any] = {}
+    exec(MODEL, scope)
+    model: nn.Sequential = scope["build"]()
+    pixels, labels = pictures(240)
+    x = torch.from_numpy(pixels).permute(0, 3, 1, 2) / 255
+    optimizer = torch.optim.Adam(model.parameters(), 0.02)
+    for _ in range(40):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), torch.from_numpy(labels)).backward()
+        optimizer.step()
+    torch.save({"state_dict": model.state_dict()}, "net.pt")
+    # Validation images are dimmer than those in training, each in its own measure: their own statistics know.
+    dim = np.random.RandomState(1).uniform(0.2, 1, (240, 1, 1, 1))
+    pixels, labels = pictures(240, seed=1)
+    np.savez("val.npz", images=(pixels * dim).astype(np.uint8), labels=labels)
+    return tmp_path
+
+
+def pictures(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Stripes of three widths under noise."""
+    random = np.random.RandomState(seed)
+    labels = random.randint(0, 3, count)
+    stripes = (np.arange(8) // (labels[:, None] + 1)) % 2
+    pixels = 60 + 120 * stripes[:, None, :, None] + random.uniform(0, 60, (count, 8, 8, 3))
+    return pixels.astype(np.uint8), labels
+
+
+def needs_timm() -> None:
+    if importlib.util.find_spec("timm") is None:  # importing it needs what the integration does first
+        pytest.skip("timm is not installed")
+
+
+def tune(*words: str, data: str = "val.npz") -> int:
+    return main(
+        ["tune", "net.py:build", "--checkpoint", "net.pt", "--data", data, "--mean", "0,0,0", "--std", "1,1,1", *words]
+    )
+
+
+def files(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir() if not path.name.startswith("__")}
+
+
+def test_a_better_checkpoint_and_the_evidence_come_out(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = files(folder)
+    assert tune() == OK
+    assert files(folder) - before == {"net-tuned.pt", "net-tuned.json", "net-tuned.png", "net-tuned.html"}
+    found = AlphaSearch.load("net-tuned.json")
+    scope: dict[str, Any] = {}
+    exec(MODEL, scope)
+    assert get_alpha(load_checkpoint(scope["build"](), "net-tuned.pt")) == found.alpha > 0
+    assert Path("net-tuned.png").read_bytes().startswith(b"\x89PNG")
+    page = Path("net-tuned.html").read_text()
+    assert page.count("<svg") == 4
+    assert page.count("<circle") == 4 * len(found.table)
+    assert "http-equiv" not in page
+    assert f"set alpha = {found.alpha:.4g}" in capsys.readouterr().out
+
+
+def test_folders_of_images_give_what_arrays_give(folder: Path) -> None:
+    with np.load("val.npz") as file:
+        for number, (pixels, label) in enumerate(zip(file["images"], file["labels"], strict=True)):
+            Path("val", f"class{label}").mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels).save(f"val/class{label}/{number}.png")
+    assert tune("--grid", "3", "--insist", "--out", "a.pt") in (OK, FINDING)
+    assert tune("--grid", "3", "--insist", "--out", "b.safetensors", "--workers", "1", data="val") in (OK, FINDING)
+    one, other = AlphaSearch.load("a.json"), AlphaSearch.load("b.json")
+    for row, same in zip(one.table, other.table, strict=True):
+        assert row == pytest.approx(same, rel=1e-5)
+
+
+def test_no_gain_is_a_finding_and_writes_no_checkpoint(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with np.load("val.npz") as file:
+        np.savez(
+            "chance.npz", images=file["images"][:40], labels=np.random.RandomState(2).permutation(file["labels"][:40])
+        )
+    Path("dull.py").write_text(MODEL.replace("nn.Linear(6, num_classes)", "nn.Linear(6, num_classes), nn.Softmax(1)"))
+    words = ["--data", "chance.npz", "--mean", "0,0,0", "--std", "1,1,1", "--objective", "top5"]
+    assert main(["tune", "dull.py:build", "--checkpoint", "net.pt", *words]) == FINDING
+    assert "not distinguishable from zero: alpha stays 0" in capsys.readouterr().out
+    assert Path("net-tuned.json").exists()
+    assert not Path("net-tuned.pt").exists()
+
+
+def test_a_dry_run_says_what_it_would_do_and_writes_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = files(folder)
+    assert tune("--dry-run", "--limit", "50") == OK
+    assert files(folder) == before
+    said = capsys.readouterr().out
+    assert "50 images from val.npz: mean 0,0,0, std 1,1,1 (given)" in said
+    assert "would write: net-tuned.pt, net-tuned.json" in said
+
+
+def test_json_is_printed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tune("--json", "--grid", "5") == OK
+    assert AlphaSearch.from_dict(json.loads(capsys.readouterr().out)) == AlphaSearch.load("net-tuned.json")
+
+
+def test_one_alpha_a_layer(folder: Path) -> None:
+    assert tune("--per-layer", "--limit", "120") == OK
+    found = AlphaSearch.load("net-tuned.json")
+    assert found.per_layer is not None
+    assert set(found.per_layer.alphas) == {"1"}
+
+
+def test_an_interrupted_command_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tune("--out", "whole.pt") == OK
+    measure, calls = Evaluations._measure, []
+
+    def interrupted(self: Any, alpha: Any, batch: Any) -> Any:
+        calls.append(alpha)
+        if len(calls) == 23:
+            raise KeyboardInterrupt
+        return measure(self, alpha, batch)
+
+    monkeypatch.setattr(Evaluations, "_measure", interrupted)
+    assert tune() == INTERRUPTED
+    assert Path("net-tuned.unfinished").exists()
+    assert tune() == OK
+    assert AlphaSearch.load("net-tuned.json") == AlphaSearch.load("whole.json")
+    assert len(calls) <= 4 * AlphaSearch.load("whole.json").evaluations + 5  # four batches; one was begun twice
+    assert not Path("net-tuned.unfinished").exists()
+
+
+def test_results_are_not_written_over_unasked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tune("--grid", "3") == OK
+    assert tune("--grid", "3") == BAD_INPUT
+    assert "net-tuned.pt exists; give --force" in capsys.readouterr().err
+    assert tune("--grid", "3", "--force") == OK
+
+
+def bad_image(folder: Path) -> None:
+    Path("bad/a").mkdir(parents=True)
+    Path("bad/a/1.png").write_bytes(b"not a picture")
+
+
+def empty(folder: Path) -> None:
+    Path("bad").mkdir()
+
+
+def unlabelled(folder: Path) -> None:
+    Path("bad").mkdir()
+    Image.new("RGB", (8, 8)).save("bad/1.png")
+
+
+def without_labels(folder: Path) -> None:
+    np.savez("bad.npz", images=np.zeros((4, 8, 8, 3), np.uint8))
+
+
+def out_of_range(folder: Path) -> None:
+    np.savez("bad.npz", images=np.zeros((4, 8, 8, 3), np.uint8), labels=np.array([0, 1, 2, 3]))
+
+
+def too_many_folders(folder: Path) -> None:
+    for name in "abcd":
+        Path(f"bad/{name}").mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(f"bad/{name}/1.png")
+
+
+def different_sizes(folder: Path) -> None:
+    Path("bad/a").mkdir(parents=True)
+    for side in (8, 9):
+        Image.new("RGB", (side, side)).save(f"bad/a/{side}.png")
+
+
+def garbage(folder: Path) -> None:
+    Path("bad.npz").write_bytes(b"PK garbage")
+
+
+@pytest.mark.parametrize(
+    ("made", "data", "message"),
+    [
+        (bad_image, "bad", "1.png cannot be read as an image"),
+        (empty, "bad", "there are no images"),
+        (unlabelled, "bad", "1.png lies outside any class"),
+        (without_labels, "bad.npz", "images and no labels: unlabelled images"),
+        (out_of_range, "bad.npz", "labels run from 0 to 3, and the network has 3 classes"),
+        (too_many_folders, "bad", "labels run from 0 to 3, and the network has 3 classes"),
+        (different_sizes, "bad", "different sizes: give the side the network sees with --size"),
+        (garbage, "bad.npz", "cannot be read as .npz"),
+        (lambda folder: None, "nowhere.npz", "there is no such file"),
+        (lambda folder: None, "nowhere", "nowhere"),
+    ],
+)
+def test_data_that_cannot_be_used_is_told_in_a_line(
+    made: Any, data: str, message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made(folder)
+    before = files(folder)
+    assert tune(data=data) == BAD_INPUT
+    said = capsys.readouterr().err.strip()
+    assert message in said
+    assert "\n" not in said
+    assert files(folder) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--batch-size", "0"], "--batch-size is 0"),
+        (["--limit", "0"], "--limit is 0"),
+        (["--workers", "-1"], "--workers is -1"),
+        (["--mean", "a,b"], "--mean is 'a,b'"),
+        (["--std", "0,0,0"], "every number must be above 0"),
+        (["--mean", "1,2"], "--mean has 2 numbers and --std 3"),
+        (["--size", "0"], "--size is 0"),
+        (["--device", "teapot"], "--device is 'teapot'"),
+        (["--out", "x.onnx"], "has to end in .pt, .pth or .safetensors"),
+        (["--out", "no/where.pt"], "there is no folder no"),
+        (["--num-classes", "5"], "another architecture"),
+        (["--checkpoint", "none.pt"], "there is no such file"),
+        (["--folds", "1"], "folds=1 must be 2 or more"),
+        (["--grid", "1"], "grid=1 must be 2 or more"),
+        (["--ema"], "no averaged weights"),
+    ],
+)
+def test_options_that_cannot_be_are_told_in_a_line(
+    words: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = files(folder)
+    assert tune(*words) == BAD_INPUT
+    said = capsys.readouterr().err.strip()
+    assert message in said
+    assert "\n" not in said
+    assert files(folder) == before
+
+
+def test_a_model_that_does_not_say_how_images_are_prepared_has_to_be_told(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["tune", "net.py:build", "--checkpoint", "net.pt", "--data", "val.npz"]) == BAD_INPUT
+    assert "give --mean and --std" in capsys.readouterr().err
+
+
+def test_a_timm_model_with_a_dataset_of_the_lab(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    needs_timm()
+    from betternorm.integrations.models import load_model
+
+    monkeypatch.chdir(tmp_path)
+    torch.save(load_model("timm:test_resnet", num_classes=10).state_dict(), "net.pt")
+    words = ["--num-classes", "10", "--checkpoint", "net.pt", "--data", "stand-in:cifar10", "--limit", "40"]
+    assert main(["tune", "timm:test_resnet", *words, "--grid", "2"]) in (OK, FINDING)
+    assert AlphaSearch.load("net-tuned.json").examples == 40
+
+
+@pytest.mark.parametrize(
+    ("spec", "size", "mean"),
+    [
+        ("timm:resnet18", (224, 224), 0.485),
+        ("torchvision:resnet18", (224, 224), 0.485),
+        ("timm:inception_v3", (299, 299), 0.5),
+    ],
+)
+def test_preprocessing_is_what_the_model_declares(spec: str, size: tuple[int, int], mean: float) -> None:
+    needs_timm()
+    from betternorm.integrations.models import load_model
+    from betternorm.integrations.preprocessing import preprocessing
+
+    how = preprocessing(spec, load_model(spec))
+    assert (how.size, how.mean[0]) == (size, mean)
+    assert how(Image.new("RGB", (640, 480), "white")).shape == (3, *size)

@@ -1,0 +1,69 @@
+"""The modules of the package lie in layers: what imports what, read from the source."""
+
+from __future__ import annotations
+
+import ast
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+SOURCE = Path(__file__).parents[1] / "src"
+MODULES = {
+    ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in SOURCE.rglob("*.py")
+}
+
+
+def imported_by(module: str, anywhere: bool = False) -> set[str]:
+    """The modules of this package that a module imports when it is imported, or ``anywhere`` in its functions."""
+    tree = ast.parse(MODULES[module].read_text())
+    found: set[str] = set()
+    for node in ast.walk(tree) if anywhere else tree.body:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            members = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {member if member in MODULES else str(node.module) for member in members}
+    return found & set(MODULES)
+
+
+def test_no_module_imports_one_that_imports_it() -> None:
+    TopologicalSorter({module: imported_by(module) for module in MODULES}).prepare()  # raises where there is a circle
+
+
+def test_only_commands_import_the_command_line() -> None:
+    importers = {module for module in MODULES if "betternorm.cli" in imported_by(module, anywhere=True)}
+    assert {module for module in importers if not module.startswith("betternorm.commands.")} == set()
+
+
+def test_the_library_imports_neither_the_lab_nor_an_integration() -> None:
+    rooms = ("lab", "integrations", "commands", "cli")
+    library = {module for module in MODULES if module.partition("betternorm.")[2].split(".")[0] not in rooms}
+    beyond = {
+        (module, used)
+        for module in library
+        for used in imported_by(module, anywhere=True)
+        if used.startswith(("betternorm.lab", "betternorm.integrations", "betternorm.commands", "betternorm.cli"))
+    }
+    assert beyond == set()
+
+
+def test_a_way_to_tune_alpha_visits_each_module_of_weighing_after_what_it_builds_on() -> None:
+    """As the table of docs/contributing/architecture.md has it."""
+    order = [
+        "scale",
+        "metrics",
+        "batches",
+        "evidence",
+        "alpha",
+        "calibration",
+        "evaluation",
+        "folds",
+        "result",
+        "per_layer",
+        "search",
+        "comparison",
+    ]
+    names = [f"betternorm.weighing.{name}" for name in order]
+    assert set(names) == {module for module in MODULES if module.startswith("betternorm.weighing.")}
+    for position, module in enumerate(names):
+        assert imported_by(module, anywhere=True) & set(names) <= set(names[:position])
