@@ -166,7 +166,7 @@ def test_a_hook_keeps_its_layer() -> None:
 
 def test_shared_layers_stay() -> None:
     conv = nn.Conv2d(4, 4, 1)
-    with pytest.raises(ValueError, match="used twice|two places"):
+    with pytest.raises(ValueError, match=r"used twice|two places"):
         fold(nn.Sequential(conv, nn.BatchNorm2d(4), conv, nn.BatchNorm2d(4)))
 
 
