@@ -410,7 +410,7 @@ def infer(
     with torch.cuda.device_of(x):
         _forward_kernel[plan.grid](
             x, y, weight, bias, *statistics, alpha, running_mean, running_var, None, None,
-            0.0, eps, *_workspace(x, plan), **plan.sizes, **plan.tile, **plan.closing,
+            0.0, eps, *_workspace(x, plan, training=False), **plan.sizes, **plan.tile, **plan.closing,
         )  # fmt: skip
         if not plan.whole:
             _normalise_kernel[plan.grid](x, y, weight, bias, *statistics, **plan.sizes, **plan.tile)
@@ -439,7 +439,7 @@ def _plan(x: Tensor, groups: int, channels_per_group: int, held: int) -> Plan:
     all_groups = triton.next_power_of_2(channels // channels_per_group)
     sector = SECTOR // x.element_size() if channels_last else 1
     block_g = min(max(sector // block_k, 1), all_groups)
-    if block_g * block_k > HELD // held:
+    if block_k > HELD // held:
         raise ValueError(f"channels_per_group = {channels_per_group}: the GPU kernels take at most {HELD // held}")
     whole = block_n * block_g * block_k * block_s <= HELD // held
     if not whole:
@@ -467,14 +467,16 @@ def _plan(x: Tensor, groups: int, channels_per_group: int, held: int) -> Plan:
     return Plan(whole, (blocks * groups * pieces,), sizes, tile, closing)
 
 
-def _workspace(x: Tensor, plan: Plan) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor]:
-    """Rows of pieces and of runs, and counters of those that have arrived: zeros, which costs a launch of its own."""
+def _workspace(x: Tensor, plan: Plan, training: bool = True) -> tuple[Tensor | None, ...]:
+    """Rows of pieces and of runs, and how many of each have arrived. Inference has no use for those of runs."""
     groups, blocks, pieces = (plan.sizes[name] for name in ("groups", "blocks", "pieces"))
-    counters = torch.zeros(blocks if plan.whole else blocks * (1 + groups), dtype=torch.int32, device=x.device)
-    run_rows = _table(x, groups, 3, x.shape[1])
-    if plan.whole:
-        return None, run_rows, None, counters
-    return _table(x, groups, pieces, 3, x.shape[1]), run_rows, counters[blocks:], counters
+    piece_rows = None if plan.whole else _table(x, groups, pieces, 3, x.shape[1])
+    run_rows = _table(x, groups, 3, x.shape[1]) if training else None
+    if plan.whole and not training:
+        return None, None, None, None
+    # One launch more, to set them to zero: counters that outlive a call would be shared by streams.
+    arrivals = torch.zeros(blocks * (1 + groups), dtype=torch.int32, device=x.device)
+    return piece_rows, run_rows, arrivals[blocks:], arrivals
 
 
 def _table(x: Tensor, *shape: int) -> Tensor:
