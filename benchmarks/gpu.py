@@ -62,7 +62,7 @@ class Traffic(NamedTuple):
 class Launch(NamedTuple):
     kernel: Any
     arguments: dict[str, Any]
-    warps: int
+    options: dict[str, Any]
 
 
 # ---- traffic ----
@@ -179,9 +179,10 @@ class _Recorder:
         self.kernel, self.found = kernel, found
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-        def launch(*args: Any, num_warps: int, **kwargs: Any) -> None:
+        def launch(*args: Any, num_warps: int, enable_fp_fusion: bool, **kwargs: Any) -> None:
             arguments = dict(zip(self.kernel.arg_names, args, strict=False)) | kwargs
-            self.found.append(Launch(self.kernel, arguments, num_warps))
+            options = {"num_warps": num_warps, "enable_fp_fusion": enable_fp_fusion}
+            self.found.append(Launch(self.kernel, arguments, options))
 
         return launch
 
@@ -199,7 +200,7 @@ class Compiled(NamedTuple):
 
 def compile_for(launch: Launch, target: str) -> Compiled:
     """Ahead of time, specialised as the launch would be."""
-    kernel, arguments, warps = launch
+    kernel, arguments, options = launch
     names = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32"}
     signature, constants, attributes = {}, {}, {}
     for i, parameter in enumerate(kernel.params):
@@ -213,7 +214,6 @@ def compile_for(launch: Launch, target: str) -> Compiled:
         if isinstance(value, Tensor) or (signature[parameter.name] == "i32" and value % 16 == 0):
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
-    options = {"num_warps": warps, "enable_fp_fusion": True}
     compiled = triton.compile(source, target=TARGETS[target], options=options)
     if TARGETS[target].backend == "cuda":
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -276,9 +276,9 @@ def print_traffic() -> None:
     for layout in LAYOUTS:
         by_type = {kind: {shape: traffic(shape, layout, dtype) for shape in SHAPES} for kind, dtype in TYPES.items()}
         for way in ("forward", "backward", "inference"):
-            print_table(f"bytes read + written per element, {way}, {layout}, bfloat16", by_type["bfloat16"], way)
+            print_table(f"Bytes read + written per element, {way}, {layout}, bfloat16", by_type["bfloat16"], way)
         for kind, by_shape in by_type.items():
-            print_table(f"microseconds on an A100 / H100, forward and backward, {layout}, {kind}", by_shape, None)
+            print_table(f"Microseconds on an A100 / H100, forward and backward, {layout}, {kind}", by_shape, None)
 
 
 def print_table(title: str, by_shape: dict[tuple[int, ...], dict[str, dict[str, Traffic]]], way: str | None) -> None:
@@ -306,10 +306,17 @@ def print_compiled() -> None:
             tile = "x".join(str(launch.arguments[f"BLOCK_{axis}"]) for axis in "NGKS")
             found = [compile_for(launch, target) for target in TARGETS]
             rows.append(
-                [case, way, launch.kernel.__name__, tile, launch.warps, *("/".join(map(str, c)) for c in found)]
+                [
+                    case,
+                    way,
+                    launch.kernel.__name__,
+                    tile,
+                    launch.options["num_warps"],
+                    *("/".join(map(str, c)) for c in found),
+                ]
             )
         headers = ["case", "way", "kernel", "tile", "warps", *TARGETS]
-        print(f"registers / bytes spilled / bytes of shared memory, {kind}\n\n{table(headers, rows)}\n")
+        print(f"Registers / bytes spilled / bytes of shared memory, {kind}\n\n{table(headers, rows)}\n")
 
 
 if __name__ == "__main__":

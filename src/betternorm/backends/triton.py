@@ -24,7 +24,7 @@ from torch import Tensor
 HELD = 32768  # values of x, or of x and dy together, in the registers of one program: more are spilled
 PIECE = 8192  # values of a tile where the run does not fit
 SMALL = 2048  # values below which a program takes more channels
-TABLE = 4096  # values of a table that are put together at a time
+TABLE = 2048  # values of a table that are put together at a time
 SECTOR = 32  # bytes, the least that memory delivers
 
 
@@ -96,10 +96,10 @@ def _corrected(mean, rest, squares, count):
 @triton.jit
 def _over_channels(table, K: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr):
     """Every entry replaced by the mean over its channel group. Entries that are not real are 0."""
-    if K == 1:
-        return table
-    mean = tl.sum(tl.reshape(table, (BLOCK_G, BLOCK_K)), 1) / K
-    return tl.reshape(tl.broadcast_to(mean[:, None], (BLOCK_G, BLOCK_K)), (BLOCK_G * BLOCK_K,))
+    if K > 1:
+        mean = tl.sum(tl.reshape(table, (BLOCK_G, BLOCK_K)), 1) / K
+        table = tl.reshape(tl.broadcast_to(mean[:, None], (BLOCK_G, BLOCK_K)), (BLOCK_G * BLOCK_K,))
+    return table
 
 
 @triton.jit
@@ -157,36 +157,34 @@ def _load_rows(table, begin, stop, c, real, C, BLOCK_ROWS: tl.constexpr):
 @triton.jit
 def _merge_moments(table, begin, stop, c, real, C, BLOCK_ROWS: tl.constexpr):
     """Count, mean and sum of squared deviations of the union of the rows, each with its own three."""
-    count = tl.zeros(c.shape, tl.float32)
-    total = tl.zeros(c.shape, tl.float32)
+    zeros = tl.zeros((BLOCK_ROWS, c.shape[0]), tl.float32)
+    count, total = zeros, zeros
     for i in range(begin, stop, BLOCK_ROWS):
         counts, means, _ = _load_rows(table, i, stop, c, real, C, BLOCK_ROWS)
-        count += tl.sum(counts, 0)
-        total += tl.sum(counts * means, 0)
-    count = tl.maximum(count, 1)
-    mean = total / count
-    rest = tl.zeros(c.shape, tl.float32)
-    squares = tl.zeros(c.shape, tl.float32)
+        count += counts
+        total += counts * means
+    number = tl.maximum(tl.sum(count, 0), 1)
+    mean = tl.sum(total, 0) / number
+    rest, squares = zeros, zeros
     for i in range(begin, stop, BLOCK_ROWS):
         counts, means, inner = _load_rows(table, i, stop, c, real, C, BLOCK_ROWS)
         deviation = tl.where(counts > 0, means - mean[None, :], 0)
-        squares += tl.sum(inner + counts * deviation * deviation, 0)
-        rest += tl.sum(counts * deviation, 0)
-    mean, squares = _corrected(mean, rest, squares, count)
-    return count, mean, squares
+        rest += counts * deviation
+        squares += inner + counts * deviation * deviation
+    mean, squares_of_all = _corrected(mean, tl.sum(rest, 0), tl.sum(squares, 0), number)
+    return number, mean, squares_of_all
 
 
 @triton.jit
 def _add_rows(table, begin, stop, c, real, C, BLOCK_ROWS: tl.constexpr):
-    first = tl.zeros(c.shape, tl.float32)
-    second = tl.zeros(c.shape, tl.float32)
-    third = tl.zeros(c.shape, tl.float32)
+    zeros = tl.zeros((BLOCK_ROWS, c.shape[0]), tl.float32)
+    first, second, third = zeros, zeros, zeros
     for i in range(begin, stop, BLOCK_ROWS):
         firsts, seconds, thirds = _load_rows(table, i, stop, c, real, C, BLOCK_ROWS)
-        first += tl.sum(firsts, 0)
-        second += tl.sum(seconds, 0)
-        third += tl.sum(thirds, 0)
-    return first, second, third
+        first += firsts
+        second += seconds
+        third += thirds
+    return tl.sum(first, 0), tl.sum(second, 0), tl.sum(third, 0)
 
 
 @triton.jit
@@ -459,7 +457,7 @@ def _plan(x: Tensor, groups: int, channels_per_group: int, held: int) -> Plan:
     tile = {
         "K": channels_per_group, "CHANNELS_LAST": channels_last,
         "BLOCK_N": block_n, "BLOCK_G": block_g, "BLOCK_K": block_k, "BLOCK_S": block_s,
-        "num_warps": min(max(values // 1024, 4), 16),
+        "num_warps": min(max(values // 1024, 4), 16), "enable_fp_fusion": True,
     }  # fmt: skip
     rows = max(TABLE // (block_g * block_k), 1)
     block_pieces, block_runs = (min(rows, triton.next_power_of_2(count)) for count in (pieces, groups))
