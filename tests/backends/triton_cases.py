@@ -6,7 +6,7 @@ The interpreter has to be chosen before triton is imported, so `test_triton.py` 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ CASES = [
     ((7, 4, 5, 3), 3, 2),
     ((5, 6, 1, 1), 2, 6),
     ((3, 40, 2, 2), 3, 5),
-    ((9, 2, 16, 16), 4, 1),
+    ((9, 2, 12, 12), 4, 1),
     ((2, 3, 7, 11), 2, 3),
     ((3, 4, 2, 3, 5), 2, 2),
 ]
@@ -169,16 +169,19 @@ def test_a_gradient_in_another_layout(layout: str) -> None:
 
 
 def test_a_large_mean_costs_no_more_digits_than_in_torch(layout: str) -> None:
-    x = laid_out(torch.randn(8, 4, 20, 20), layout) + 1e4
+    x = laid_out(torch.randn(8, 2, 20, 20), layout) + 1e4
+    spacing = 2**-10  # of the float32 numbers there, of which the mean is one, in torch's layer too
     exact = F.batch_norm(x.double(), None, None, training=True)
     torch_error = (F.batch_norm(x, None, None, training=True) - exact).abs().max()
     y, _, _, _, batch_var = backend.forward(x.to(DEVICE), None, None, 1, 1, EPS)
-    assert (y.cpu() - exact).abs().max() <= 1.5 * torch_error
+    assert (y.cpu() - exact).abs().max() <= max(torch_error, spacing)
     close(batch_var, x.double().var((0, 2, 3), correction=0))
-    y = backend.infer(
-        x.to(DEVICE), *torch.tensor([[1e4] * 4, [1.0] * 4], device=DEVICE), None, None, torch.tensor(1.0), 1, EPS
-    )
-    assert (y.cpu() - F.instance_norm(x.double())).abs().max() <= 1.5 * torch_error
+
+    exact = F.instance_norm(x.double())
+    torch_error = (F.instance_norm(x) - exact).abs().max()
+    running = torch.tensor([[1e4] * 2, [1.0] * 2], device=DEVICE)
+    y = backend.infer(x.to(DEVICE), *running, None, None, torch.tensor(1.0, device=DEVICE), 1, EPS)
+    assert (y.cpu() - exact).abs().max() <= max(torch_error, spacing)
 
 
 def test_a_constant_has_variance_zero(layout: str) -> None:
@@ -205,6 +208,20 @@ def test_a_view_that_is_neither_layout(layout: str) -> None:
     part = x[:, ::2, 1:]
     y, *_ = backend.forward(part, weight[::2].contiguous(), bias[::2].contiguous(), 2, 1, EPS)
     close(y, oracle.normalise(part.cpu(), weight[::2].cpu(), bias[::2].cpu(), 1, [2, 2], EPS))
+
+
+def test_parameters_and_averages_that_are_not_contiguous(layout: str) -> None:
+    x, weight, bias = problem((6, 4, 3, 3), layout)
+    spread = [torch.stack((t, t + 1), 1)[:, 0] for t in (weight, bias, torch.zeros_like(bias), torch.ones_like(bias))]
+    dense = [t.clone(memory_format=torch.contiguous_format) for t in spread]
+    alpha = torch.tensor(0.3, device=DEVICE)
+    found = []
+    for gamma, beta, *running in (spread, dense):
+        y, mean, rstd, *_ = backend.forward(x, gamma, beta, 2, 2, EPS, *running, 0.1)
+        dx, *_ = backend.backward(y, x, gamma, mean, rstd, 2, 2)
+        found.append([y, dx, *running, backend.infer(x, *running, gamma, beta, alpha, 2, EPS)])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_too_many_channels_a_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,41 +359,35 @@ def test_traffic_is_that_of_the_model(
         "backward": lambda: backend.backward(x, x, weight, mean, rstd, groups, per),
         "inference": lambda: backend.infer(x, *running, weight, bias, torch.tensor(0.3), per, EPS),
     }
-    counted = {}
-    for name, call in calls.items():
-        moved = counted[name] = {"read": 0, "written": 0}
-        for kind in count_moves(monkeypatch, call):
-            moved[kind] += x.element_size()
-
+    counted = {name: count_moves(monkeypatch, call) for name, call in calls.items()}
     for name, launches in gpu.launches(x, groups, per).items():
         read = written = 0
         for launch in launches:
             read += sum(argument in launch.arguments for argument in ("x", "dy"))
             written += launch.arguments.get("WHOLE", True)
-        size = x.numel() * x.element_size()
-        assert counted[name] == {"read": read * size, "written": written * size}, name
+        assert counted[name] == {"read": read * x.numel(), "written": written * x.numel()}, name
         model = gpu.ours(x, groups, per)[name]
-        assert model.read >= read * size
-        assert model.written >= written * size
+        assert model.read >= counted[name]["read"] * x.element_size()
+        assert model.written >= counted[name]["written"] * x.element_size()
 
 
-def count_moves(monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any]) -> Iterator[str]:
-    """For every value of a tile that is loaded or stored, one word. Tiles are the blocks of three dimensions."""
+def count_moves(monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any]) -> dict[str, int]:
+    """How many values of tiles are loaded and stored. Tiles are the blocks of three dimensions."""
     from triton.runtime.interpreter import InterpreterBuilder
 
-    found: list[str] = []
+    found = {"read": 0, "written": 0}
     load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
 
     def counting_load(self: Any, ptrs: Any, mask: Any, *args: Any) -> Any:
-        found.extend(["read"] * int(mask.data.sum()) if ptrs.data.ndim == 3 else [])
+        found["read"] += int(mask.data.sum()) * (ptrs.data.ndim == 3)
         return load(self, ptrs, mask, *args)
 
     def counting_store(self: Any, ptrs: Any, value: Any, mask: Any, *args: Any) -> Any:
-        found.extend(["written"] * int(mask.data.sum()) if ptrs.data.ndim == 3 else [])
+        found["written"] += int(mask.data.sum()) * (ptrs.data.ndim == 3)
         return store(self, ptrs, value, mask, *args)
 
     with monkeypatch.context() as patch:
         patch.setattr(InterpreterBuilder, "create_masked_load", counting_load)
         patch.setattr(InterpreterBuilder, "create_masked_store", counting_store)
         call()
-    yield from found
+    return found

@@ -347,17 +347,21 @@ def forward(
     are moved toward the batch's in place, in the same launch.
     """
     x = _dense(x)
+    weight, bias, moving_mean, moving_var = _contiguous(weight, bias, running_mean, running_var)
     plan = _plan(x, groups, channels_per_group, held=1)
     y = torch.empty_like(x)
     mean, rstd = (_table(x, groups, x.shape[1] // channels_per_group) for _ in range(2))
     batch_mean, batch_var = (_table(x, x.shape[1]) for _ in range(2))
     with torch.cuda.device_of(x):
         _forward_kernel[plan.grid](
-            x, y, weight, bias, mean, rstd, None, running_mean, running_var, batch_mean, batch_var,
+            x, y, weight, bias, mean, rstd, None, moving_mean, moving_var, batch_mean, batch_var,
             momentum, eps, *_workspace(x, plan), **plan.sizes, **plan.tile, **plan.closing,
         )  # fmt: skip
         if not plan.whole:
             _normalise_kernel[plan.grid](x, y, weight, bias, mean, rstd, **plan.sizes, **plan.tile)
+    for given, moved in ((running_mean, moving_mean), (running_var, moving_var)):
+        if given is not None and moved is not None and moved is not given:
+            given.copy_(moved)
     return y, mean, rstd, batch_mean, batch_var
 
 
@@ -372,7 +376,7 @@ def backward(
     need_dx: bool = True,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """Gradients of x, weight and bias, given what :func:`forward` returned."""
-    x = _dense(x)
+    x, (weight,) = _dense(x), _contiguous(weight)
     dy = dy if dy.stride() == x.stride() else torch.empty_like(x, dtype=dy.dtype).copy_(dy)
     plan = _plan(x, groups, channels_per_group, held=2)
     dx = torch.empty_like(x) if need_dx else None
@@ -400,6 +404,7 @@ def infer(
 ) -> Tensor:
     """y with weight ``alpha``, a tensor of one number on x's device, on the example's own statistics."""
     x = _dense(x)
+    weight, bias, moving_mean, moving_var = _contiguous(weight, bias, running_mean, running_var)
     examples, channels = x.shape[:2]
     plan = _plan(x, examples, channels_per_group, held=1)
     y = torch.empty_like(x)
@@ -407,7 +412,7 @@ def infer(
     statistics = (None, None) if plan.whole else (_table(x, *shape), _table(x, *shape))
     with torch.cuda.device_of(x):
         _forward_kernel[plan.grid](
-            x, y, weight, bias, *statistics, alpha, running_mean, running_var, None, None,
+            x, y, weight, bias, *statistics, alpha, moving_mean, moving_var, None, None,
             0.0, eps, *_workspace(x, plan, training=False), **plan.sizes, **plan.tile, **plan.closing,
         )  # fmt: skip
         if not plan.whole:
@@ -484,3 +489,7 @@ def _table(x: Tensor, *shape: int) -> Tensor:
 def _dense(x: Tensor) -> Tensor:
     """x itself where it is contiguous or channels_last, of any rank."""
     return x if x.is_contiguous() or x.movedim(1, -1).is_contiguous() else x.contiguous()
+
+
+def _contiguous(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    return tuple(None if tensor is None else tensor.contiguous() for tensor in tensors)
