@@ -27,7 +27,6 @@ from triton.compiler import ASTSource
 from benchmarks.peers import FORMS
 from benchmarks.sections import GROUPS, LAYOUTS, SHAPES
 from betternorm.backends import triton as backend
-from betternorm.tables import table
 
 BANDWIDTH = {"A100": 2039e9, "H100": 3350e9}  # bytes a second, as published: 80 GB SXM, SXM5
 TARGETS = {
@@ -296,27 +295,25 @@ def print_table(title: str, by_shape: dict[tuple[int, ...], dict[str, dict[str, 
                 cells.append(" + ".join(f"{size / math.prod(shape):.1f}" for size in found[variant][way]))
         rows.append([variant, *cells])
     headers = ["variant", *("x".join(map(str, shape)) for shape in by_shape)]
-    print(f"{title}\n\n{table(headers, rows)}\n")
+    print(f"**{title}**\n\n{markdown(headers, rows)}\n")
 
 
 def print_compiled() -> None:
     for kind, dtype in TYPES.items():
         rows = []
         for case, way, launch in compilations(dtype):
+            kernel = launch.kernel.__name__.strip("_").removesuffix("_kernel")
             tile = "x".join(str(launch.arguments[f"BLOCK_{axis}"]) for axis in "NGKS")
-            found = [compile_for(launch, target) for target in TARGETS]
-            rows.append(
-                [
-                    case,
-                    way,
-                    launch.kernel.__name__,
-                    tile,
-                    launch.options["num_warps"],
-                    *("/".join(map(str, c)) for c in found),
-                ]
-            )
+            found = ("/".join(map(str, compile_for(launch, target))) for target in TARGETS)
+            rows.append([case, way, kernel, tile, launch.options["num_warps"], *found])
         headers = ["case", "way", "kernel", "tile", "warps", *TARGETS]
-        print(f"Registers / bytes spilled / bytes of shared memory, {kind}\n\n{table(headers, rows)}\n")
+        print(f"**Registers / bytes spilled / bytes of shared memory, {kind}**\n\n{markdown(headers, rows)}\n")
+
+
+def markdown(headers: list[str], rows: list[list[Any]]) -> str:
+    """A table of docs/gpu.md."""
+    lines = [headers, ["---"] * len(headers), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
 if __name__ == "__main__":
