@@ -7,10 +7,13 @@ that ``betternorm --help`` needs nothing but torch.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
+import signal
 import sys
-from collections.abc import Collection, Sequence
+import threading
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from betternorm import __version__
@@ -42,7 +45,7 @@ COMMANDS: dict[str, Command] = {
 }
 
 # What a command returns to the shell.
-OK, FINDING, BAD_INPUT, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 130, 141
+OK, FINDING, BAD_INPUT, INTERRUPTED, PIPE_CLOSED, TERMINATED = 0, 1, 2, 130, 141, 143
 
 EPILOG = """\
 commands:
@@ -62,12 +65,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     debug = "--debug" in words
     try:
         parsed = build_parser({called}).parse_args(words)
-        status: int = importlib.import_module(COMMANDS[called].module).run(parsed)
+        with _orderly_termination():
+            status: int = importlib.import_module(COMMANDS[called].module).run(parsed)
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
+    except _TerminatedError:
+        print("terminated", file=sys.stderr)
+        return TERMINATED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains on its way out
         return PIPE_CLOSED
@@ -76,6 +83,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"{paint(f'betternorm {called}:', 'red', sys.stderr)} {_one_line(error, called)}", file=sys.stderr)
         return BAD_INPUT
+
+
+class _TerminatedError(BaseException):
+    """SIGTERM. No Exception, so that nothing on the way takes it for a failed trial."""
+
+
+@contextlib.contextmanager
+def _orderly_termination() -> Iterator[None]:
+    """SIGTERM ends a command as Ctrl-C does: what it started is stopped, what it was writing is whole."""
+    if threading.current_thread() is not threading.main_thread():  # where Python allows no handler
+        yield
+        return
+
+    def end(*_: object) -> None:
+        raise _TerminatedError
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def build_parser(with_options: Collection[str] = ()) -> argparse.ArgumentParser:

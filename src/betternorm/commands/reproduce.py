@@ -17,7 +17,7 @@ from betternorm.lab.experiments import plan, registry, runner, saved_rows
 from betternorm.lab.experiments.scales import SCALES
 from betternorm.lab.results import Result
 from betternorm.lab.store import FAILED, Store
-from betternorm.lab.trials import process_rank
+from betternorm.lab.team import team_of
 
 EXAMPLES = f"""experiments:
   {", ".join(registry.NAMES[:6])},
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         saved_rows.restore(arguments.pages, arguments.scale, store)
     how = run_options.engine_options(arguments)
     results = runner.reproduce(names, arguments.scale, folder, seeds=arguments.seeds, own=own, **how)
-    if process_rank() > 0:
+    if team_of(how["runtime"]).rank > 0:
         return OK
     if arguments.json:
         print(json.dumps([as_plain(result) for result in results], indent=2, ensure_ascii=False))

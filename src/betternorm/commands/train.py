@@ -15,8 +15,9 @@ from betternorm.display.terminal import show
 from betternorm.errors import UserError
 from betternorm.lab import engines, stats
 from betternorm.lab.store import DONE, Row, Store
+from betternorm.lab.team import team_of
 from betternorm.lab.training import JUDGED_BY, Config
-from betternorm.lab.trials import grid, process_rank
+from betternorm.lab.trials import grid
 
 EXAMPLES = """examples:
   betternorm train                                                     digits, batch norm
@@ -48,10 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     values = {item.name: getattr(arguments, item.name) for item in fields(Config) if hasattr(arguments, item.name)}
     values |= {"seed": arguments.seed[0], "norm_options": dict(map(_option, arguments.norm_option))}
-    rows = engines.run_trials(
-        grid(Config(**values), seed=arguments.seed), arguments.output, **run_options.engine_options(arguments)
-    )
-    if process_rank() > 0:
+    how = run_options.engine_options(arguments)
+    rows = engines.run_trials(grid(Config(**values), seed=arguments.seed), arguments.output, **how)
+    if team_of(how["runtime"]).rank > 0:
         return OK
     if arguments.export:
         Store(arguments.output).export(arguments.export)
