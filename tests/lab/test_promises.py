@@ -5,6 +5,7 @@ docs/promises.md lists what is promised; each line there names its test, here or
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -76,6 +77,17 @@ def checkpoints(folder):
 
 def statuses(folder):
     return [row.status for row in Store(folder).rows(status=None)]
+
+
+def test_every_promise_names_a_test_that_is_there():
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "promises.md").read_text()
+    named = re.findall(r"`(tests/[\w/]+\.py)?::(\w+)`", page)
+    assert len(named) > 20
+    file = ""
+    for given, test in named:
+        file = given or file  # ::name alone is in the file before
+        assert f"def {test}(" in (root / file).read_text(), f"{file} has no {test}"
 
 
 @pytest.mark.parametrize(
