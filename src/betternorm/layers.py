@@ -343,7 +343,7 @@ class BatchGroupNorm(GroupedBatchNorm):
 
     Args:
         num_groups: groups of channels, as in ``nn.GroupNorm``; must divide ``num_channels``. More groups than
-            channels means one channel a group.
+            channels means one channel per group.
         num_channels: C of an input (N, C, *).
         examples_per_group: examples normalised together; None is the whole batch.
         eps, momentum, affine, alpha, process_group: as in :class:`GroupedBatchNorm`.

@@ -48,7 +48,7 @@ def run_trials(
     Args:
         engine: "here" is this process, one after the other; "processes" is a pool on this machine; "ray" is a cluster,
             whose machines have this package and see ``folder`` at the same path.
-        workers: processes of the pool (by default a core each), or of a Ray that is started here.
+        workers: processes of the pool (by default one per core), or of a Ray that is started here.
         address: of a running Ray cluster; without it one is started on this machine, and stopped at the end.
         retry: run failed trials again.
         show: draw a progress bar; None where somebody is watching.

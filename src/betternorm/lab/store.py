@@ -1,6 +1,6 @@
 """Where results live: one SQLite file in the output folder, a row for every trial.
 
-Many processes write at once (write-ahead log, one short transaction a row); a process that is killed loses nothing it
+Many processes write at once (write-ahead log, one short transaction per row); a process that is killed loses nothing it
 was told was written; a finished row is never written again.
 """
 
