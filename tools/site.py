@@ -56,7 +56,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages = {
         "reference.md": reference(),
         "command-line.md": command_line(),
-        "changelog.md": (ROOT / "CHANGELOG.md").read_text(),
+        "changelog.md": (ROOT / "CHANGELOG.md").read_text().replace("](docs/", "]("),
         "contributing.md": (ROOT / "CONTRIBUTING.md").read_text().replace("](docs/", "]("),
     }
     for name, text in pages.items():
