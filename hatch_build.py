@@ -58,7 +58,7 @@ def _compile(compiler: list[str], torch: Path) -> None:
         objects = {str(Path(folder, f"{name}.o")): [*ARITHMETIC, march, f"-DBETTERNORM_TABLE={name}",
                    str(SOURCES / "kernels.cpp")] for name, march in levels.items()}  # fmt: skip
         objects[str(Path(folder, "operators.o"))] = [
-            "-O2",
+            "-O3",
             STABLE_ABI,
             f"-I{torch / 'include'}",
             str(SOURCES / "operators.cpp"),

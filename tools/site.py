@@ -37,7 +37,7 @@ SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "Swapping layers": {"surgery": ("convert", "revert", "changes")},
     "Layers": {"layers": ("GroupedBatchNorm", "GhostBatchNorm", "BatchGroupNorm", "BatchRenorm")},
     "On tensors": {
-        "functional": ("grouped_batch_norm", "weighed_batch_norm", "update_moving_averages"),
+        "functional": ("grouped_batch_norm", "weighed_batch_norm"),
     },
     "Integrations": {
         "integrations/lightning": ("BetterNorm",),
