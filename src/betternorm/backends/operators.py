@@ -80,7 +80,7 @@ def infer(
 
 
 class _Normalise(torch.autograd.Function):
-    """Kept for the backward pass: x, weight, and two numbers a group."""
+    """Kept for the backward pass: x, weight, and two numbers per group."""
 
     @staticmethod
     def forward(
