@@ -42,7 +42,7 @@ def infer(
             mean + alpha * (own_mean - mean),
             (1 - alpha) * var + alpha * own_var + alpha * (1 - alpha) * (mean - own_mean).square(),
         )
-    mean, var = total(mean, var, lambda table: _over_channels(table, channels_per_group))
+    mean, var = total(mean, var, lambda table: over_channels(table, channels_per_group))
     return apply_statistics(x, mean, var, weight, bias, eps)
 
 
@@ -84,7 +84,7 @@ def total(mean: Tensor, var: Tensor, average: Callable[[Tensor], Tensor]) -> tup
 
 def over_group(table: Tensor, channels_per_group: int, groups: int) -> Tensor:
     """Every entry replaced by the mean over its group of examples and channels."""
-    return _over_channels(_over_examples(table, groups), channels_per_group)
+    return over_channels(_over_examples(table, groups), channels_per_group)
 
 
 def apply_statistics(
@@ -98,7 +98,7 @@ def apply_statistics(
     return (y if bias is None else y + _along_space(bias, x)).to(x.dtype)
 
 
-def _over_channels(table: Tensor, channels_per_group: int) -> Tensor:
+def over_channels(table: Tensor, channels_per_group: int) -> Tensor:
     """Every entry replaced by the mean over its channel group."""
     if channels_per_group == 1:
         return table
