@@ -206,10 +206,10 @@ def _is_norm(module: nn.Module, to: str) -> bool:
         kinds += (nn.GroupNorm,)
     if to == "weighed":
         kinds += (_InstanceNorm,)
-    return isinstance(module, kinds) or _is_frozen(module)
+    return isinstance(module, kinds) or is_frozen(module)
 
 
-def _is_frozen(module: nn.Module) -> bool:
+def is_frozen(module: nn.Module) -> bool:
     """torchvision's FrozenBatchNorm2d and timm's FrozenBatchNormAct2d, without importing either."""
     return type(module).__name__ in ("FrozenBatchNorm2d", "FrozenBatchNormAct2d") and hasattr(module, "running_var")
 
@@ -221,7 +221,7 @@ def _cannot_convert(name: str, module: nn.Module, to: str) -> str | None:
             f"{_called(name)} is a {type(module).__name__} whose size is not known yet; "
             "run one batch through the model before converting it"
         )
-    if _is_frozen(_origin(module)):
+    if is_frozen(_origin(module)):
         return None if to == "weighed" else 'its statistics are frozen; only "weighed" applies'
     if torch.nn.utils.parametrize.is_parametrized(module):
         return "its parameters are parametrised; remove the parametrisation first"
@@ -288,7 +288,7 @@ def _new_layer(name: str, module: nn.Module, to: str, options: dict[str, Any], p
             return BatchGroupNorm(groups, channels, examples, **shared)
         if to == "group" or isinstance(origin, nn.GroupNorm):
             return GroupedBatchNorm(channels, channels_in_group(groups, channels), 1, **shared)
-        kind = FrozenBatchNorm if _is_frozen(origin) else GroupedBatchNorm
+        kind = FrozenBatchNorm if is_frozen(origin) else GroupedBatchNorm
         return kind(channels, 1, 1 if isinstance(origin, _InstanceNorm) else None, **shared)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{_called(name)}: {error}") from None
@@ -312,7 +312,7 @@ def _take_over(layer: GroupedBatchNorm, module: nn.Module) -> None:
     layer._ranks, layer._unbatched_rank = _ranks_of_input(origin)
     of_timm = type(origin).__module__.startswith("timm.layers")
     layer._then = tuple(name for name in ("drop", "act") if of_timm and name in origin._modules)
-    layer.track_running_stats = not _is_frozen(origin) and (
+    layer.track_running_stats = not is_frozen(origin) and (
         not isinstance(module, _BatchNorm) or module.track_running_stats
     )
     lacking = {name for name in _BUFFERS if module._buffers.get(name) is None}
