@@ -59,12 +59,12 @@ def grouped_batch_norm(
         else:
             return operators.normalise(x, weight, bias, groups, channels_per_group, eps, *averages)
     elif across:
-        _check_sizes(x, weight=weight, bias=bias)
+        _check_sizes(x, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
         y, mean, var = distributed.normalise(
             x, weight, bias, examples_per_group, channels_per_group, eps, process_group
         )
     else:
-        _check_sizes(x, weight=weight, bias=bias)
+        _check_sizes(x, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
         groups = number_of_groups(x.shape[0], examples_per_group)
         y, mean, var = plain.normalise(x, weight, bias, groups, channels_per_group, eps)
     if averages:

@@ -35,8 +35,9 @@ def infer(
     eps: float,
 ) -> Tensor:
     """Inference with weight ``alpha`` on the example's own statistics."""
-    mean, var = running_mean[None], running_var[None]
+    mean, var = _at_least_float32(running_mean)[None], _at_least_float32(running_var)[None]
     if alpha is not None:
+        alpha = alpha.to(mean.dtype)  # in float64 the weights sum to one in float64
         own_mean, own_var = example_moments(x)
         mean, var = (
             mean + alpha * (own_mean - mean),
@@ -67,8 +68,7 @@ def update_moving_averages(
 
 def example_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and biased variance over space of every example and channel, (N, C), at least in float32."""
-    if x.dtype in (torch.float16, torch.bfloat16):
-        x = x.float()
+    x = _at_least_float32(x)
     if x.dim() == 2:
         return x, torch.zeros_like(x)
     space = tuple(range(2, x.dim()))
@@ -118,6 +118,10 @@ def _over_examples(table: Tensor, groups: int) -> Tensor:
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
+def _at_least_float32(t: Tensor) -> Tensor:
+    return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
+
+
 def _along_space(table: Tensor, x: Tensor) -> Tensor:
     """(..., C) to (..., C, 1, ...), to be broadcast against x."""
-    return table.reshape(*table.shape, *(1,) * (x.dim() - 2))
+    return table[(..., *(None,) * (x.dim() - 2))]
