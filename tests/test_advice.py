@@ -198,6 +198,20 @@ def test_scores_may_be_numbers_tensors_or_lists(score: Any) -> None:
     assert tune_ghost_size(lambda size: score, 8, ghost_sizes=[4]).score == 0.5
 
 
+class FrozenBatchNorm2d(nn.Module):
+    """torchvision's, as far as it is recognised."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("running_var", torch.ones(4))
+
+
+class FrozenNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = FrozenBatchNorm2d()
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -206,6 +220,7 @@ def test_scores_may_be_numbers_tensors_or_lists(score: Any) -> None:
         (lambda: advise(2.5), "batch_size is 2.5"),
         (lambda: upgrade(small_net(8), 0), "batch_size is 0"),
         (lambda: upgrade(nn.Linear(2, 2), 8), "Linear has no norm layers"),
+        (lambda: upgrade(FrozenNet(), 8), r"norm layers of FrozenNet are frozen .*convert\(model, 'weighed'\)"),
         (lambda: tune_ghost_size(peak_at(4), 2), "batch_size is 2; ghost batch norm is for batches of 4 and more"),
         (lambda: tune_ghost_size(peak_at(4), 8, ghost_sizes=[4, 16]), r"ghost_sizes has \[16\]"),
         (lambda: tune_ghost_size(peak_at(4), 8, ghost_sizes=[]), "ghost_sizes has no size"),

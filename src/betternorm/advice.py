@@ -19,7 +19,7 @@ from betternorm.decay.norms import norm_layers
 from betternorm.decay.report import NormReport
 from betternorm.display.progress import Bar
 from betternorm.display.tables import table
-from betternorm.surgery import EXAMPLES_PER_GROUP, GHOST_SIZE, GROUPS, convert
+from betternorm.surgery import EXAMPLES_PER_GROUP, GHOST_SIZE, GROUPS, convert, is_frozen
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -118,6 +118,12 @@ def upgrade(
     """
     layers = norm_layers(model)
     if not layers:
+        if any(is_frozen(module) for module in model.modules()):
+            raise ValueError(
+                f"the norm layers of {type(model).__name__} are frozen (FrozenBatchNorm2d), so training has no norm to "
+                "choose; convert(model, 'weighed') gives them an alpha, and a model built with "
+                "norm_layer=nn.BatchNorm2d can be upgraded"
+            )
         raise ValueError(f"{type(model).__name__} has no norm layers, so there is nothing to upgrade")
     advice = advise(batch_size, overfits=overfits, iid=iid, report=report)
     to, options = advice.to, dict(advice.options)
