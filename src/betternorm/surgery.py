@@ -133,7 +133,8 @@ def convert(
         warnings.warn(f"nothing to convert to {to!r}{chosen}", stacklevel=2)
     for module, layer in planned.items():
         _take_over(layer, module)
-        layer.alpha = 1.0 if to == "group" or (to == "weighed" and _uses_example_at_inference(module)) else 0.0
+        alone = to == "group" or (to == "weighed" and _uses_example_at_inference(module))
+        layer.alpha = layer._alpha_if_absent = 1.0 if alone else 0.0
     model = _swap(model, planned)
     if verbose:
         print(Changes([*changes(model), *left]))
