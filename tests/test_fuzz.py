@@ -12,7 +12,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -177,7 +177,22 @@ def fuzz(count: int) -> Any:
     )
 
 
+# Past failures: rounding between the steps of an update, statistics in half precision, weights of float64 in float32.
+ROUNDED_AVERAGES = Case(
+    2, 1, 2, (), None, "contiguous", torch.bfloat16, True, False, 0.0, True, 1000.0, (False, False, False), 0
+)
+HALF_STATISTICS = Case(
+    1, 1, 2, (), None, "contiguous", torch.bfloat16, True, False, 0.0, False, 0.0, (False, False, False), 0
+)
+WEIGHTS_IN_FLOAT32 = Case(
+    1, 1, 1, (), None, "contiguous", torch.float64, False, False, 0.3, False, 0.0, (False, False, False), 0
+)
+
+
 @fuzz(SHORT)
+@example(case=ROUNDED_AVERAGES)
+@example(case=HALF_STATISTICS)
+@example(case=WEIGHTS_IN_FLOAT32)
 @given(case=cases)
 def test_a_few_random_cases(backend, case) -> None:
     check(case)
