@@ -119,7 +119,7 @@ def test_upgrade_applies_the_advice_and_can_be_undone(
 
 
 def test_upgrade_takes_a_number_of_groups_that_suits_every_layer() -> None:
-    """24 divides 72 and 48; a layer with 16 channels gets one channel a group."""
+    """24 divides 72 and 48; a layer with 16 channels gets one channel per group."""
     net = upgrade(small_net(72, 48, 16), 2, verbose=False)
     assert [net[i].channels_per_group for i in (1, 4, 7)] == [3, 2, 1]
 

@@ -100,7 +100,7 @@ def work(rank: int, folder: str) -> None:
     try:
         GhostBatchNorm(6, 1, process_group=dist.group.WORLD)(torch.randn(3, 6))
     except ValueError as error:
-        found["one value a group"] = str(error)
+        found["one value per group"] = str(error)
     torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
@@ -190,7 +190,7 @@ def test_inference_does_not_wait_for_the_others(found) -> None:
 
 def test_one_value_a_group_is_the_error_of_torch_in_all_processes(found) -> None:
     for results in found:
-        assert results["one value a group"].startswith("Expected more than 1 value per channel when training")
+        assert results["one value per group"].startswith("Expected more than 1 value per channel when training")
 
 
 def test_a_group_of_one_process_is_that_process(tmp_path) -> None:

@@ -494,7 +494,7 @@ def test_the_documented_defaults() -> None:
     assert (GhostBatchNorm(8).channels_per_group, GhostBatchNorm(8).examples_per_group) == (1, 16)
     assert BatchGroupNorm(4, 8).num_groups == 4
     assert (BatchGroupNorm(4, 8).channels_per_group, BatchGroupNorm(4, 8).examples_per_group) == (2, 2)
-    assert BatchGroupNorm(32, 8).channels_per_group == 1, "more groups than channels is one channel a group"
+    assert BatchGroupNorm(32, 8).channels_per_group == 1, "more groups than channels is one channel per group"
     assert (GroupedBatchNorm(8).channels_per_group, GroupedBatchNorm(8).examples_per_group) == (1, None)
     assert GroupedBatchNorm(8).alpha == 0.0
 

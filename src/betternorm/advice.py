@@ -35,7 +35,7 @@ _EVIDENCE = {
         "at B = 2, over a tuned Group Norm, 73.91% to 74.60% on CIFAR-100 (3 runs) and 48.2% to 53.2% on Caltech-256 "
         "(2 runs); 98.75% to 98.73% on SVHN"
     ),
-    "not iid": "CIFAR-100, four classes a batch: 40.1% for Batch Norm, 72.2% with ghosts of 16, 76.1% with this",
+    "not iid": "CIFAR-100, four classes per batch: 40.1% for Batch Norm, 72.2% with ghost size 16, 76.1% with this",
     "alone": "at B = 1 the gains over Group Norm come from decay on gamma and beta",
 }
 
@@ -347,7 +347,7 @@ def _check_batch_size(batch_size: Any) -> None:
 def _common_groups(layers: dict[str, nn.Module]) -> int | None:
     """The largest number of groups up to Group Norm's own that divides the channels of every batch norm.
 
-    A layer with fewer channels than groups gets one channel a group and does not restrict the choice.
+    A layer with fewer channels than groups gets one channel per group and does not restrict the choice.
     """
     channels = {layer.num_features for layer in layers.values() if isinstance(layer, _BatchNorm)}
     return next(n for n in range(GROUPS, 0, -1) if all(c % n == 0 or c <= n for c in channels))

@@ -114,7 +114,7 @@ def weighed_batch_norm(
         \sigma^2 = (1 - \alpha) V + \alpha v + \alpha (1 - \alpha) (M - m)^2
 
     both then averaged over the channels of a group. An example is normalised by itself: its output does not depend on
-    the others in the batch. ``alpha=None`` is 0; with one channel a group that is torch's batch norm, to the bit.
+    the others in the batch. ``alpha=None`` is 0; with one channel per group that is torch's batch norm, to the bit.
     """
     if (alpha is None and channels_per_group == 1) or (not tracing() and x.numel() == 0):
         return F.batch_norm(x, running_mean, running_var, weight, bias, False, 0.0, eps)

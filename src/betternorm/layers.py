@@ -64,7 +64,7 @@ class GroupedBatchNorm(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
     A batch that ``examples_per_group`` does not divide falls into groups whose sizes differ by at most one: 33 examples
     with a size of 32 are 17 and 16. A smaller batch is one group.
 
-    The moving averages are those of x and x² over the whole batch, whatever the groups, one update a step. They are
+    The moving averages are those of x and x² over the whole batch, whatever the groups, one update per step. They are
     kept as ``running_mean`` and ``running_var``. Unlike torch's, the variance that enters is the biased one, and takes
     up how far the batch's mean was from the moving one. A forward pass inside a backward pass is taken for activation
     checkpointing, which repeats a batch, and leaves the averages alone.
@@ -439,7 +439,7 @@ class BatchGroupNorm(GroupedBatchNorm):
 
     Args:
         num_groups: groups of channels, as in ``nn.GroupNorm``; must divide ``num_channels``. More groups than
-            channels means one channel a group.
+            channels means one channel per group.
         num_channels: C of an input (N, C, *).
         examples_per_group: examples normalised together; None is the whole batch.
         eps, momentum, affine, alpha, process_group: as in :class:`GroupedBatchNorm`.
