@@ -309,7 +309,8 @@ def one_process(tmp_path):
 @row(
     "`DistributedDataParallel`",
     "works",
-    "statistics are per process, or across processes with `process_group`; convert before wrapping",
+    "statistics are per process, or across processes with `process_group`; convert before wrapping, and set alpha in "
+    "every process",
 )
 @pytest.mark.usefixtures("one_process")
 def test_distributed_data_parallel() -> None:

@@ -6,18 +6,23 @@ A failure that hypothesis finds is kept below as an `@example`. The cases are th
 from __future__ import annotations
 
 import copy
+import importlib.util
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import oracle
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from betternorm import GroupedBatchNorm, functional
-from betternorm.backends import cpu
+from betternorm.backends import FUSED_TYPES, cpu, operators
 
 SHORT, LONG = 60, 2000
 # What the output may differ by, where its values are of the order of one. Half types round the output itself.
@@ -159,11 +164,19 @@ def close(found: Tensor, wanted: Tensor, case: Case, what: str) -> None:
     assert error <= tolerance * scale, f"{what}: {error:.2e} of {scale:.2e}"
 
 
-@pytest.fixture(scope="module", params=["plain", "cpu"])
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@pytest.fixture(scope="module", params=["triton"] if INTERPRETED else ["plain", "cpu"])
 def backend(request: pytest.FixtureRequest) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "plain":
             patch.setattr(functional, "fused", lambda *tensors: False)
+        elif request.param == "triton":  # the kernels of GPUs, on tensors of the CPU
+            patch.setattr(functional, "fused", lambda x, *others: x.dtype in FUSED_TYPES)
+            for name in ("forward", "backward", "infer"):
+                patch.setattr(operators, f"_{name}", getattr(operators, f"_cuda_{name}"))
+            patch.setattr(operators, "_forward_and_track", operators._cuda_forward)
         elif not cpu.loaded:
             pytest.skip(cpu.status)
         yield request.param
@@ -177,7 +190,22 @@ def fuzz(count: int) -> Any:
     )
 
 
+# Past failures: rounding between the steps of an update, statistics in half precision, weights of float64 in float32.
+ROUNDED_AVERAGES = Case(
+    2, 1, 2, (), None, "contiguous", torch.bfloat16, True, False, 0.0, True, 1000.0, (False, False, False), 0
+)
+HALF_STATISTICS = Case(
+    1, 1, 2, (), None, "contiguous", torch.bfloat16, True, False, 0.0, False, 0.0, (False, False, False), 0
+)
+WEIGHTS_IN_FLOAT32 = Case(
+    1, 1, 1, (), None, "contiguous", torch.float64, False, False, 0.3, False, 0.0, (False, False, False), 0
+)
+
+
 @fuzz(SHORT)
+@example(case=ROUNDED_AVERAGES)
+@example(case=HALF_STATISTICS)
+@example(case=WEIGHTS_IN_FLOAT32)
 @given(case=cases)
 def test_a_few_random_cases(backend, case) -> None:
     check(case)
@@ -188,3 +216,18 @@ def test_a_few_random_cases(backend, case) -> None:
 @given(case=cases)
 def test_many_random_cases(backend, case) -> None:
     check(case)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="this is that process")
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is missing")
+def test_many_random_cases_by_tritons_interpreter() -> None:
+    """In a process of its own: triton asks for the interpreter when it is imported, and then for good."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-m", "slow", "-p", "no:cacheprovider", "-p", "no:xdist", __file__],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TRITON_INTERPRET": "1"},
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]

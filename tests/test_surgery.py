@@ -270,6 +270,14 @@ class TestOtherLibraries:
         assert (layer.train()(x) >= -0.3).all()  # the least value of SiLU is -0.278
         assert torch.equal(revert(layer).eval()(x.clone()).sign(), norm.eval()(x).sign())
 
+    def test_timm_frozen_batch_norm_keeps_its_activation(self):
+        timm_layers = pytest.importorskip("timm.layers")
+        norm = with_history(timm_layers.FrozenBatchNormAct2d(6))
+        x = torch.randn(3, 6, 5, 5)
+        before = norm(x)
+        assert (before >= 0).all()
+        torch.testing.assert_close(convert(norm, "weighed")(x), before, atol=1e-5, rtol=1e-5)
+
     def test_timm_group_norm_with_activation(self):
         timm_layers = pytest.importorskip("timm.layers")
         norm = with_history(timm_layers.GroupNormAct(6, num_groups=3))

@@ -56,6 +56,12 @@ def update_moving_averages(
     (1 - t) V + t v + t (1 - t) (m - M)², with t the momentum.
     """
     with torch.no_grad():
+        if running_mean.dtype != (wide := _at_least_float32(running_mean)).dtype:  # rounded once, at the end
+            wide_var = _at_least_float32(running_var)
+            update_moving_averages(wide, wide_var, mean, var, momentum)
+            running_mean.copy_(wide)
+            running_var.copy_(wide_var)
+            return
         step = mean.to(running_mean.dtype) - running_mean
         running_var.mul_(1 - momentum).add_(var, alpha=momentum)
         running_var.addcmul_(step, step, value=momentum * (1 - momentum))
