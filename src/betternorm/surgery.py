@@ -317,7 +317,9 @@ def _take_over(layer: GroupedBatchNorm, module: nn.Module) -> None:
         not isinstance(module, _BatchNorm) or module.track_running_stats
     )
     lacking = {name for name in _BUFFERS if module._buffers.get(name) is None}
-    layer.__dict__.setdefault("_added_buffers", {name: name in module._buffers for name in (*lacking, "alpha")})
+    layer.__dict__.setdefault(
+        "_added_buffers", {name: name in module._buffers for name in (*lacking, "alpha", "_no_alpha")}
+    )
     if "running_mean" in lacking:
         like = layer.weight if layer.weight is not None else torch.empty(0)
         layer._buffers["running_mean"] = like.new_zeros(layer.num_features)
