@@ -1,4 +1,4 @@
-"""``betternorm reproduce``: the paper's experiments, at three scales, each to tables, figures and verdicts."""
+"""``betternorm reproduce``: the paper's experiments, at four scales, each to tables, figures and verdicts."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    names = registry.chosen(arguments.names)
+    names = registry.chosen(arguments.names, arguments.scale)
     folder = arguments.folder or f"reproduction-{arguments.scale}"
     if arguments.plan:
         bars = False if arguments.quiet else None
@@ -90,7 +90,7 @@ def write_pages(folder: str, scale: str, pages: str) -> None:
     from betternorm.lab.report import files
 
     store = Store(folder)
-    written = files.write([runner.result(name, scale, store) for name in registry.NAMES], pages)
+    written = files.write([runner.result(name, scale, store) for name in registry.names_at(scale)], pages)
     print(f"{len(written)} files in {pages}, from {written[0]}", file=sys.stderr)
 
 

@@ -7,6 +7,8 @@ and the best alpha between 0.7 and 1. The layers keep averages of x and x² in t
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from betternorm.lab.experiments import claims, findings
 from betternorm.lab.experiments.findings import Findings, FinishedRuns, Label
 from betternorm.lab.experiments.scales import CALTECH101, TASKS, groups, with_norm
@@ -24,6 +26,8 @@ def arms(scale: str) -> dict[Label, Trial]:
     tasks = dict(TASKS[scale])
     if scale == "small":
         tasks["Caltech-101, 20 classes"] = CALTECH101
+    if scale == "medium":
+        tasks |= {f"{task}, not augmented": replace(config, augment=False) for task, config in TASKS[scale].items()}
     return {(task,): with_norm(config, "group", num_groups=groups(config, scale)) for task, config in tasks.items()}
 
 

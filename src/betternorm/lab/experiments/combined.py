@@ -20,8 +20,13 @@ from betternorm.lab.trials import Trial
 TITLE = "All four together, across batch sizes"
 PLACE = "Figure 5a, section 4.2"
 
-BATCHES = {"smoke": (2, 32), "small": (32, 8, 2, 1), "paper": (1, 2, 4, 8, 16, 32, 64, 128)}
-GHOSTS = {"smoke": 4, "small": 8, "paper": 16}
+BATCHES = {
+    "smoke": (2, 32),
+    "small": (32, 8, 2, 1),
+    "medium": (128, 16, 4, 2, 1),
+    "paper": (1, 2, 4, 8, 16, 32, 64, 128),
+}
+GHOSTS = {"smoke": 4, "small": 8, "medium": 16, "paper": 16}
 BATCH, GROUP, GHOST, OURS = "batch norm", "group norm", "ghosts alone, by their size", "all four"
 
 

@@ -16,19 +16,29 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from betternorm.lab.experiments import claims, findings
+from betternorm.lab.experiments import claims, findings, protocol
 from betternorm.lab.experiments.findings import Findings, FinishedRuns, Label
-from betternorm.lab.experiments.scales import CALTECH256, PAPER, SMALL, SMOKE
+from betternorm.lab.experiments.scales import CALTECH256, FEW, PAPER, SMALL, SMOKE
 from betternorm.lab.results import Figure, Table, Verdict
 from betternorm.lab.training import Config
 from betternorm.lab.trials import Trial
 
 TITLE = "Weight decay on gamma and beta"
 PLACE = "Section 3.3"
-SEEDS = {"small": 10, "paper": 10}
+SEEDS = {"small": 10, "medium": 10, "paper": 10}
 
-DECAY: dict[str, float | str] = {"smoke": 0.01, "small": 0.01, "paper": "all"}  # of gamma and beta; all: as the weights
-SAME = {"smoke": 1.0, "small": 1.0, "paper": 0.3}  # points of top-1 that count as no difference
+DECAY: dict[str, float | str] = {
+    "smoke": 0.01,
+    "small": 0.01,
+    "medium": "all",
+    "paper": "all",
+}  # of gamma and beta; all: as the weights
+SAME = {
+    "smoke": 1.0,
+    "small": 1.0,
+    "medium": protocol.MARGINS["top1"],
+    "paper": 0.3,
+}  # points of top-1 that count as no difference
 WITH, WITHOUT = "with paths", "without paths"
 
 
@@ -37,6 +47,11 @@ def networks(scale: str) -> dict[Label, Config]:
     if scale == "paper":
         large = replace(CALTECH256, image_size=224, network="resnet50")
         return {(WITH, "ResNet-18"): PAPER, (WITH, "ResNet-50"): large, (WITHOUT, "Inception-v3"): CALTECH256}
+    if scale == "medium":
+        return {
+            (WITH, "residual network"): FEW,
+            (WITHOUT, "the same without shortcuts"): replace(FEW, network="post_plain"),
+        }
     config = {"smoke": SMOKE, "small": SMALL}[scale]
     return {
         (WITH, "residual network"): config,

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from betternorm.lab.experiments import claims, findings
 from betternorm.lab.experiments.findings import Findings, FinishedRuns, Label
-from betternorm.lab.experiments.scales import FLOWERS102, TASKS, with_norm
+from betternorm.lab.experiments.scales import ALL, FLOWERS102, TASKS, with_norm
 from betternorm.lab.results import Figure, Outcome, Table, Verdict
 from betternorm.lab.training import Config
 
 TITLE = "Accuracy against ghost size"
 PLACE = "Figure 3, section 3.2"
 
-SIZES = {"smoke": (16, 4), "small": (16, 8, 4, 2), "paper": (64, 32, 16, 8, 4, 2)}
+CONTROL = "CIFAR-100, 40,000 images"  # at medium scale: a network that overfits less
+SIZES = {"smoke": (16, 4), "small": (16, 8, 4, 2), "medium": (32, 16, 8, 4, 2), "paper": (64, 32, 16, 8, 4, 2)}
 
 
 def arms(scale: str) -> dict[Label, Config]:
@@ -27,6 +28,8 @@ def arms(scale: str) -> dict[Label, Config]:
     for task, config in tasks.items():
         for size in sizes(scale, config):
             found[task, size] = config if size == config.batch_size else with_norm(config, "ghost", ghost_size=size)
+    if scale == "medium":
+        found |= {(CONTROL, ALL.batch_size): ALL, (CONTROL, 16): with_norm(ALL, "ghost", ghost_size=16)}
     return found
 
 

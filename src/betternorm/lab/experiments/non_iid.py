@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from betternorm.lab.experiments import claims, findings
 from betternorm.lab.experiments.findings import Findings, FinishedRuns, Label
-from betternorm.lab.experiments.scales import PAPER, SMALL, SMOKE, groups, with_norm, with_renorm
+from betternorm.lab.experiments.scales import FEW, PAPER, SMALL, SMOKE, groups, with_norm, with_renorm
 from betternorm.lab.results import Figure, Table
 from betternorm.lab.trials import Trial
 
@@ -35,9 +35,10 @@ BASE = {
         epochs=60,
         classes_per_batch=2,
     ),
+    "medium": replace(FEW, classes_per_batch=4),
     "paper": replace(PAPER, classes_per_batch=4),
 }
-SIZES = {"smoke": (8,), "small": (16, 8, 4, 2), "paper": (64, 32, 16, 8, 4, 2)}
+SIZES = {"smoke": (8,), "small": (16, 8, 4, 2), "medium": (32, 16, 8, 4, 2), "paper": (64, 32, 16, 8, 4, 2)}
 BATCH, RENORM, GROUP = "batch norm", "batch renorm", "batch group norm"
 
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 from collections.abc import Sequence
 from typing import Any
 
+from betternorm.errors import UserError
 from betternorm.lab import engines
 from betternorm.lab.experiments.claims import RULE
 from betternorm.lab.experiments.findings import FinishedRuns, Label
-from betternorm.lab.experiments.registry import NAMES, Arms, module, trials_of
-from betternorm.lab.experiments.scales import SCALES
+from betternorm.lab.experiments.registry import Arms, module, names_at, trials_of
+from betternorm.lab.experiments.scales import SCALES, steps
 from betternorm.lab.results import Result
 from betternorm.lab.store import DONE, Row, Store
-from betternorm.lab.trials import Runtime, Trial
+from betternorm.lab.training import Config
+from betternorm.lab.trials import Runtime, Trial, code_version
+
+CITED = ("medium", "paper")  # scales whose rows have to name the commit that they came from
 
 
 def reproduce(
@@ -32,20 +37,30 @@ def reproduce(
     ``how`` goes to :func:`betternorm.lab.engines.run_trials`. An experiment's rows are found by the keys of its trials:
     those that experiments share are run once, and what was run before is not run again.
     """
+    if scale in CITED and (code_version() or "").endswith("+"):
+        raise UserError(f"the code has been changed since its last commit; rows of the {scale} scale name a commit")
     wanted = [trial for name in names for arm in trials_of(name, scale, seeds, own).values() for trial in arm]
-    engines.run_trials(seeds_first(wanted), folder, runtime=runtime, **how)
+    engines.run_trials(in_order(wanted), folder, runtime=runtime, **how)
     return [result(name, scale, Store(folder), seeds, own) for name in names]
 
 
-def seeds_first(wanted: Sequence[Trial]) -> list[Trial]:
-    """All trials with the first seed, then all with the second: interrupted early, every arm has something to show."""
-    return sorted(dict.fromkeys(wanted), key=lambda trial: trial.seed)
+def in_order(wanted: Sequence[Trial]) -> list[Trial]:
+    """Short trials first; of about the same length all with the first seed, then all with the second.
+
+    Interrupted early, most arms have something to show.
+    """
+
+    def length(trial: Trial) -> int:
+        images = steps(trial) * trial.batch_size if isinstance(trial, Config) else 1
+        return round(math.log2(images))
+
+    return sorted(dict.fromkeys(wanted), key=lambda trial: (length(trial), trial.seed))
 
 
-def results(folder: str | os.PathLike[str], scale: str, names: Sequence[str] = NAMES) -> list[Result]:
+def results(folder: str | os.PathLike[str], scale: str, names: Sequence[str] | None = None) -> list[Result]:
     """What the rows in a store come to: a result for every experiment that has any."""
     store = Store(folder)
-    return [found for name in names if (found := result(name, scale, store)).rows]
+    return [found for name in names or names_at(scale) if (found := result(name, scale, store)).rows]
 
 
 def result(name: str, scale: str, store: Store, seeds: int | None = None, own: Arms | None = None) -> Result:

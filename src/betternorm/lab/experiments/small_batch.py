@@ -17,7 +17,7 @@ TITLE = "Two examples per batch: Group Norm against batch group norm"
 PLACE = "Section 3.4"
 
 BATCH = 2
-GROUPS = {"smoke": (4,), "small": (4, 8), "paper": (8, 16, 32, 64)}
+GROUPS = {"smoke": (4,), "small": (4, 8), "medium": (8,), "paper": (8, 16, 32, 64)}
 METHODS = {"group": "group norm", "batch_group": "batch group norm"}
 
 
