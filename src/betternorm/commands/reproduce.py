@@ -38,6 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", nargs="+", metavar="NAME", help="experiments, or all")
     parser.add_argument("--scale", choices=SCALES, default="smoke", help="how large (smoke)")
     parser.add_argument("--seeds", type=int, help="runs of every arm (each experiment's own number)")
+    parser.add_argument(
+        "--only", nargs="+", default=(), metavar="WORD", help="run the arms with this in their label: 8"
+    )
     parser.add_argument("--plan", action="store_true", help="say what it would take, and run nothing")
     parser.add_argument("--output", "--folder", dest="folder", help="folder of the store (reproduction-SCALE)")
     parser.add_argument(
@@ -64,7 +67,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.pages:
         saved_rows.restore(arguments.pages, arguments.scale, store)
     how = run_options.engine_options(arguments)
-    results = runner.reproduce(names, arguments.scale, folder, seeds=arguments.seeds, own=own, **how)
+    results = runner.reproduce(
+        names, arguments.scale, folder, seeds=arguments.seeds, own=own, only=arguments.only, **how
+    )
     if process_rank() > 0:
         return OK
     if arguments.json:

@@ -24,3 +24,10 @@ MARGINS = {"top1": 0.5, "cross_entropy": 0.02}  # points; nats
 
 # What the plan assumes of the standard deviation between seeds, until it has been measured.
 SPREAD = {"top1": 0.45, "top1, same network": 0.2}
+
+# Learning rate and groups of channels of each norm at B = 2. To be chosen on validation data; until then in the middle.
+TWO_EXAMPLES: dict[str, tuple[float, int | None]] = {
+    "group norm": (0.005, 8),
+    "batch group norm": (0.005, 8),
+    "batch norm": (0.005, None),
+}
