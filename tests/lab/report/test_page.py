@@ -82,9 +82,10 @@ def test_badges_say_the_outcome_in_words_not_only_in_colour(read):
         "seen",
         "contradicted",
     ]
-    assert [" ".join(text.split()) for text in read.texts("li")[:3]] == [
+    assert [" ".join(text.split()) for text in read.texts("li")[:4]] == [
         "2 seen",
         "1 contradicted",
+        "0 no difference beyond the margin",
         "1 underpowered",
     ]
 
