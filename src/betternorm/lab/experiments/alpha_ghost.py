@@ -61,6 +61,7 @@ def _verdicts(runs: FinishedRuns, task: str, sizes: list[int]) -> list[Verdict]:
                 claims.LESS,
             ),
         ]
+    found.append(claims.gain(f"{task}: alpha raises test top-5 with batch norm", runs, whole, "test_top5"))
     than = f"with ghost size {sizes[-1]} than with batch norm"
     for metric, words, claimed in (
         ("test_top1", "gains more test top-1", claims.MORE),

@@ -111,6 +111,14 @@ def across_batch_sizes(runs: FinishedRuns, title: str, group: str = GROUP) -> Fi
                     f"{task}, B = {size}: all four improve on idealised batch norm", ours, ideal, margin=margin
                 )
             )
+        small = min(sizes[BATCH])
+        verdicts.append(
+            claims.compare(
+                f"{task}: the best alpha for batch norm is larger at B = {small} than at B = {whole} (for top-1)",
+                runs.numbers((task, BATCH, small), "alpha_top1"),
+                runs.numbers((task, BATCH, whole), "alpha_top1"),
+            )
+        )
     headers = ["data", "method", "batch size", "test top-1, %", "at its best alpha"]
     return Findings([Table("Test top-1 by batch size", headers, rows)], figures, verdicts, notes)
 

@@ -72,10 +72,10 @@ def result(name: str, scale: str, store: Store, seeds: int | None = None, own: A
     rows: dict[Label, list[Row]] = {}
     missing, failed = 0, []
     for label, arm in trials_of(name, scale, seeds, own).items():
-        found = [store.get(trial.key) for trial in arm]
-        rows[label] = [row for row in found if row is not None and row.status == DONE]
+        stored = [store.get(trial.key) for trial in arm]
+        rows[label] = [row for row in stored if row is not None and row.status == DONE]
         missing += len(arm) - len(rows[label])
-        failed += [row for row in found if row is not None and row.error]
+        failed += [row for row in stored if row is not None and row.error]
     findings = experiment.conclude(FinishedRuns(scale, rows))
     command = f"betternorm reproduce {name} --scale {scale}"
     _, _, claims = inspect.cleandoc(experiment.__doc__ or "").partition("\n\n")  # what the paper says
@@ -83,6 +83,12 @@ def result(name: str, scale: str, store: Store, seeds: int | None = None, own: A
     if missing:
         total = missing + sum(map(len, rows.values()))
         notes.append(f"{missing} of {total} trials have not been run yet; `{command}` runs those and no others.")
+    found = [row for arm in rows.values() for row in arm]
+    changed = sum(str(row.provenance.get("commit")).endswith("+") for row in found)
+    if changed:
+        notes.append(
+            f"{changed} of {len(found)} rows name a commit whose code had been changed: a plus stands behind it."
+        )
     notes += [f"Trial {row.key} failed: {row.reason}" for row in failed]
     return Result(
         name=name,
@@ -94,6 +100,6 @@ def result(name: str, scale: str, store: Store, seeds: int | None = None, own: A
         figures=[figure for figure in findings.figures if any(len(series.x) for series in figure.series)],
         # Networks of a second or two say nothing about the paper: a smoke run says that it ran, no more.
         verdicts=[] if scale == "smoke" else corrected(findings.verdicts),
-        rows=list({row.key: row for arm in rows.values() for row in arm}.values()),
+        rows=list({row.key: row for row in found}.values()),
         notes="\n\n".join(note for note in notes if note),
     )

@@ -19,10 +19,12 @@ from betternorm.lab.training import Config
 SCALES = {  # what a page has to say about them
     "smoke": "Smoke scale: a second or two of training on scikit-learn's digits. It shows that all runs, no more.",
     "small": "Small scale: small images, small residual networks and short trainings on a CPU. What it shows is the "
-    "direction of an effect, not its size on the paper's data; the settings are at the end.",
+    "direction of an effect, not its size on the paper's data; the settings are at the end. Some were changed after "
+    "test results had been seen, moving averages reach back ten batches whatever their size, and decay on gamma and "
+    "beta is twenty times as strong as on the weights: see the [protocol](protocol.md).",
     "medium": "Medium scale: CIFAR-100 at 32x32, with the paper's validation and test sets of 10,000 images each, a "
     "post-activation residual network of 0.7 million parameters, 40 epochs. Hyperparameters were chosen on validation "
-    "data and written down before the test set was read: see the [protocol](protocol.md).",
+    "data and written down before the test set was read: see the [protocol](../protocol.md).",
     "paper": "Paper scale: the paper's data, networks and batch sizes. It gives no learning rates or training lengths.",
 }
 SEEDS = {"smoke": 2, "small": 5, "medium": 3, "paper": 3}  # of every arm, where an experiment does not say otherwise
