@@ -37,14 +37,15 @@ def infer(
     """Inference with weight ``alpha`` on the example's own statistics."""
     if alpha is not None and (torch.compiler.is_compiling() or torch.jit.is_tracing()):  # type: ignore[attr-defined,no-untyped-call]
         return infer_lean(x, running_mean, running_var, weight, bias, alpha, channels_per_group, eps)
-    mean, var = running_mean[None], running_var[None]
+    mean, var = _at_least_float32(running_mean)[None], _at_least_float32(running_var)[None]
     if alpha is not None:
+        alpha = alpha.to(mean.dtype)  # in float64 the weights sum to one in float64
         own_mean, own_var = example_moments(x)
         mean, var = (
             mean + alpha * (own_mean - mean),
             (1 - alpha) * var + alpha * own_var + alpha * (1 - alpha) * (mean - own_mean).square(),
         )
-    mean, var = total(mean, var, lambda table: _over_channels(table, channels_per_group))
+    mean, var = total(mean, var, lambda table: over_channels(table, channels_per_group))
     return apply_statistics(x, mean, var, weight, bias, eps)
 
 
@@ -65,7 +66,8 @@ def infer_lean(
     example whose mean lies many standard deviations from the moving one, is `infer` more exact.
     """
     narrow = x.dtype in (torch.float16, torch.bfloat16)
-    running_mean, running_var = _along_space(running_mean, x), _along_space(running_var, x)
+    running_mean, running_var = (_along_space(_at_least_float32(t), x) for t in (running_mean, running_var))
+    alpha = alpha.to(running_mean.dtype)
     # Added, not subtracted: runtimes fold an addition into the bias of the convolution before it.
     centred = (x.float() if narrow else x) + -running_mean
     square = centred * centred
@@ -75,7 +77,7 @@ def infer_lean(
     own_part = torch.relu(alpha * own_square - mean * mean)  # for alpha = 1, where rounding could make it negative
     var = (1 - alpha) * running_var + eps + own_part
     if channels_per_group > 1:
-        mean, var = total(mean + running_mean, var, lambda table: _over_channels(table, channels_per_group))
+        mean, var = total(mean + running_mean, var, lambda table: over_channels(table, channels_per_group))
         mean = mean - running_mean
     scale = torch.rsqrt(var) if weight is None else _along_space(weight, x) / var.sqrt()
     shift = -mean * scale if bias is None else _along_space(bias, x) - mean * scale
@@ -92,6 +94,12 @@ def update_moving_averages(
     (1 - t) V + t v + t (1 - t) (m - M)², with t the momentum.
     """
     with torch.no_grad():
+        if running_mean.dtype != (wide := _at_least_float32(running_mean)).dtype:  # rounded once, at the end
+            wide_var = _at_least_float32(running_var)
+            update_moving_averages(wide, wide_var, mean, var, momentum)
+            running_mean.copy_(wide)
+            running_var.copy_(wide_var)
+            return
         step = mean.to(running_mean.dtype) - running_mean
         running_var.mul_(1 - momentum).add_(var, alpha=momentum)
         running_var.addcmul_(step, step, value=momentum * (1 - momentum))
@@ -104,8 +112,7 @@ def update_moving_averages(
 
 def example_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and biased variance over space of every example and channel, (N, C), at least in float32."""
-    if x.dtype in (torch.float16, torch.bfloat16):
-        x = x.float()
+    x = _at_least_float32(x)
     if x.dim() == 2:
         return x, torch.zeros_like(x)
     space = tuple(range(2, x.dim()))
@@ -121,7 +128,7 @@ def total(mean: Tensor, var: Tensor, average: Callable[[Tensor], Tensor]) -> tup
 
 def over_group(table: Tensor, channels_per_group: int, groups: int) -> Tensor:
     """Every entry replaced by the mean over its group of examples and channels."""
-    return _over_channels(_over_examples(table, groups), channels_per_group)
+    return over_channels(_over_examples(table, groups), channels_per_group)
 
 
 def apply_statistics(
@@ -135,7 +142,7 @@ def apply_statistics(
     return (y if bias is None else y + _along_space(bias, x)).to(x.dtype)
 
 
-def _over_channels(table: Tensor, channels_per_group: int) -> Tensor:
+def over_channels(table: Tensor, channels_per_group: int) -> Tensor:
     """Every entry replaced by the mean over its channel group."""
     if channels_per_group == 1:
         return table
@@ -155,6 +162,10 @@ def _over_examples(table: Tensor, groups: int) -> Tensor:
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
+def _at_least_float32(t: Tensor) -> Tensor:
+    return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
+
+
 def _along_space(table: Tensor, x: Tensor) -> Tensor:
     """(..., C) to (..., C, 1, ...), to be broadcast against x."""
-    return table.reshape(*table.shape, *(1,) * (x.dim() - 2))
+    return table[(..., *(None,) * (x.dim() - 2))]
