@@ -130,6 +130,19 @@ def test_upgrade_of_a_group_norm_model_keeps_its_groups(batch_size: int, example
     assert (net[1].channels_per_group, net[1].examples_per_group) == (3, examples)
 
 
+@pytest.mark.parametrize("batch_size", [1, 2, 16, 128, 512])
+def test_averages_of_an_upgraded_model_reach_back_as_many_examples_at_every_batch_size(batch_size: int) -> None:
+    layer = upgrade(small_net(64), batch_size, verbose=False)[1]
+    left = (1 - layer.momentum) ** (1280 / min(batch_size, 128))  # of what was there before, after 1280 examples
+    assert left == pytest.approx(0.9**10)
+    assert layer.momentum <= 0.1
+
+
+def test_upgrade_leaves_a_momentum_that_somebody_chose() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64, momentum=0.03), nn.BatchNorm2d(64, momentum=None))
+    assert [layer.momentum for layer in upgrade(net, 16, verbose=False)[1:]] == [0.03, None]
+
+
 def test_upgrade_prints_what_it_did(capsys: pytest.CaptureFixture[str]) -> None:
     upgrade(small_net(64, 64), 128)
     printed = capsys.readouterr().out

@@ -79,7 +79,7 @@ class GroupedBatchNorm(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
         momentum: weight of the newest batch in the moving averages; None is the cumulative average.
         affine: whether there are learnable gamma (``weight``) and beta (``bias``).
         alpha: weight of the example's own statistics at inference, 0 to 1. It is kept in the ``state_dict``, under one
-            key more, where it is not 0. A layer with one example per group always has the key.
+            key more, where it is not 0.
         process_group: a ``torch.distributed`` group whose processes' batches are normalised as one batch; ``"world"``
             for all processes. Without it statistics are per process.
 
@@ -107,6 +107,9 @@ class GroupedBatchNorm(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
     _ranks: tuple[int, ...] | None = None
     _unbatched_rank: int | None = None
     _then: tuple[str, ...] = ()
+    # What a checkpoint without an alpha means. A layer that was made to be Group Norm stays at 1 when it is given the
+    # weights of BatchNorm; its own checkpoints then have the key at 0 too.
+    _alpha_if_absent: float = 0.0
 
     def __init__(
         self,
@@ -158,19 +161,18 @@ class GroupedBatchNorm(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
     @property
     def _alpha(self) -> Tensor | None:
         """Alpha as a tensor, None for 0: a compiled model is compiled once for 0 and once for all other values."""
-        held = self._buffers.get("alpha")
-        return None if held is None or held.dim() else held
+        return self._buffers.get("alpha")
 
     @_alpha.setter
     def _alpha(self, value: Tensor | None) -> None:
-        # A buffer, so that torch moves, copies, saves and swaps it. For 0 it is an empty tensor that is not saved:
-        # tools that pair the buffers of two networks by position, as AveragedModel does, find as many in both.
+        # A buffer, so that torch moves, copies, saves and swaps it. For 0 an empty one that is not saved stands in its
+        # place: tools that pair the buffers of two networks by position, as AveragedModel does, find as many in both.
+        self._buffers.pop("alpha" if value is None else "_no_alpha", None)
         if value is None:
-            value = torch.empty(0, device=self._device())
-            self._non_persistent_buffers_set.add("alpha")
+            self._buffers["_no_alpha"] = torch.empty(0, device=self._device())
+            self._non_persistent_buffers_set.add("_no_alpha")
         else:
-            self._non_persistent_buffers_set.discard("alpha")
-        self._buffers["alpha"] = value
+            self._buffers["alpha"] = value
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -318,13 +320,8 @@ class GroupedBatchNorm(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self._alpha is None and self._has_alpha_in_every_checkpoint():
+        if self._alpha is None and self._alpha_if_absent != 0:
             destination[prefix + "alpha"] = torch.zeros((), device=self._device())
-
-    def _has_alpha_in_every_checkpoint(self) -> bool:
-        # A layer that trains on each example by itself, as Group Norm does, stands at alpha 1. A checkpoint without an
-        # alpha is then one of BatchNorm, and not one of this layer at alpha 0.
-        return self.examples_per_group == 1
 
     def _load_from_state_dict(
         self,
@@ -345,9 +342,9 @@ class GroupedBatchNorm(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
             missing_keys.remove(key)
         # A checkpoint without moving averages is one of Group or Instance Norm, which know nothing of alpha.
         # Last, because loading with assign=True may have moved the layer to another device.
-        if saved is not None or (prefix + "running_mean" in state_dict and not self._has_alpha_in_every_checkpoint()):
+        if saved is not None or prefix + "running_mean" in state_dict:
             try:
-                self.alpha = 0.0 if saved is None else float(saved)
+                self.alpha = self._alpha_if_absent if saved is None else float(saved)
             except ValueError as error:
                 error_msgs.append(f"{key}: {error}")
 

@@ -133,7 +133,8 @@ def convert(
         warnings.warn(f"nothing to convert to {to!r}{chosen}", stacklevel=2)
     for module, layer in planned.items():
         _take_over(layer, module)
-        layer.alpha = 1.0 if to == "group" or (to == "weighed" and _uses_example_at_inference(module)) else 0.0
+        alone = to == "group" or (to == "weighed" and _uses_example_at_inference(module))
+        layer.alpha = layer._alpha_if_absent = 1.0 if alone else 0.0
     model = _swap(model, planned)
     if verbose:
         print(Changes([*changes(model), *left]))
@@ -318,7 +319,9 @@ def _take_over(layer: GroupedBatchNorm, module: nn.Module) -> None:
         not isinstance(module, _BatchNorm) or module.track_running_stats
     )
     lacking = {name for name in _BUFFERS if module._buffers.get(name) is None}
-    layer.__dict__.setdefault("_added_buffers", {name: name in module._buffers for name in (*lacking, "alpha")})
+    layer.__dict__.setdefault(
+        "_added_buffers", {name: name in module._buffers for name in (*lacking, "alpha", "_no_alpha")}
+    )
     if "running_mean" in lacking:
         like = layer.weight if layer.weight is not None else torch.empty(0)
         layer._buffers["running_mean"] = like.new_zeros(layer.num_features)
