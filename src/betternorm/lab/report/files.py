@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -47,22 +48,24 @@ def write(results: Sequence[Result], folder: str | os.PathLike[str]) -> list[Pat
 
 def markdown(result: Result, name: str) -> str:
     """The page of an experiment; ``name`` is that of the folder beside it."""
-    parts = [f"# {result.title}", f"*{labels.subtitle(result)}*", result.notes]
+    notes = "\n\n".join(map(_no_markup, result.notes.split("\n\n")))
+    parts = [f"# {_no_markup(result.title)}", f"*{labels.subtitle(result)}*", notes]
     if result.verdicts:
         claims = [[verdict.claim, f"**{verdict.outcome.value}**", verdict.evidence] for verdict in result.verdicts]
-        parts += ["## Claims", _markdown_table(["claim", "outcome", "evidence"], claims)]
+        parts += ["## Claims", markdown_table(["claim", "outcome", "evidence"], claims)]
     for number, figure in enumerate(result.figures, 1):
         path = f"{name}/figure-{number}"
-        parts += [f"## {figure.title}", f"![{figure.title}]({path}.png)", f"The same as [SVG]({path}.svg)."]
+        title = _no_markup(figure.title)
+        parts += [f"## {title}", f"![{title}]({path}.png)", f"The same as [SVG]({path}.svg)."]
     for number, table in enumerate(result.tables, 1):
-        parts += [f"## {table.title}", _markdown_table(table.headers, table.rows)]
+        parts += [f"## {_no_markup(table.title)}", markdown_table(table.headers, table.rows)]
         parts.append(f"The same as [CSV]({name}/table-{number}.csv).")
     parts += ["## Provenance", f"```sh\n{result.command}\n```"]
     if result.rows:
         same, _ = provenance.settings_of(result.rows)
         parts.append(f"Every trial, with its settings and all it measured: [rows]({name}/rows.csv).")
         if same:
-            parts += ["The same for all trials:", _markdown_table(["setting", "value"], same.items())]
+            parts += ["The same for all trials:", markdown_table(["setting", "value"], same.items())]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -152,21 +155,33 @@ def _index(results: Sequence[Result]) -> str:
     """What there is, and then every claim, so that one sees at a glance what was seen and what was not."""
     rows, claims = [], []
     for name, result in zip(labels.names(results), results, strict=True):
-        link = f"[{result.title}]({name}.md)"
+        link = _Markdown(f"[{_no_markup(result.title)}]({name}.md)")
         rows.append([link, result.place, result.scale, len(result.rows), labels.tally(result.verdicts)])
         claims += [[link, verdict.claim, f"**{verdict.outcome.value}**"] for verdict in result.verdicts]
-    parts = ["# Results", _markdown_table(["experiment", "in the paper", "scale", "trials", "claims"], rows)]
+    parts = ["# Results", markdown_table(["experiment", "in the paper", "scale", "trials", "claims"], rows)]
     if claims:
-        parts += ["## Every claim", _markdown_table(["experiment", "claim", "outcome"], claims)]
+        parts += ["## Every claim", markdown_table(["experiment", "claim", "outcome"], claims)]
     return "\n\n".join(parts) + "\n"
 
 
-def _markdown_table(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    body = [[shown(value) for value in row] for row in rows]
+def markdown_table(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    body = [[value if isinstance(value, _Markdown) else _no_markup(shown(value)) for value in row] for row in rows]
     right = [bool(body) and all(is_number(row[column]) for row in body) for column in range(len(headers))]
     rule = ["---:" if to_right else "---" for to_right in right]
     escaped = [[" ".join(cell.replace("|", "\\|").split()) for cell in row] for row in [list(headers), *body]]
     return "\n".join(f"| {' | '.join(row)} |" for row in [escaped[0], rule, *escaped[1:]])
+
+
+class _Markdown(str):
+    """What is meant as Markdown; everything else in a table is text."""
+
+
+def _no_markup(text: str) -> str:
+    """Text that may come from rows, so that it makes no HTML and no links. Marks of `code` and *stress* stay."""
+    code = r"(?<!`)(?P<ticks>`+)(?!`).+?(?<!`)(?P=ticks)(?!`)"
+    mark = r"(?P<mark>`|<(?=[A-Za-z/!?])|&(?=#?\w+;)|\](?=\())"
+    escaped = {"<": "&lt;", "&": "&amp;", "`": "\\`", "]": "\\]"}
+    return re.sub(f"{code}|{mark}", lambda found: escaped[found["mark"]] if found["mark"] else found[0], text)
 
 
 def _csv(path: Path, table: Table) -> Path:
