@@ -130,6 +130,19 @@ def test_upgrade_of_a_group_norm_model_keeps_its_groups(batch_size: int, example
     assert (net[1].channels_per_group, net[1].examples_per_group) == (3, examples)
 
 
+@pytest.mark.parametrize("batch_size", [1, 2, 16, 128, 512])
+def test_averages_of_an_upgraded_model_reach_back_as_many_examples_at_every_batch_size(batch_size: int) -> None:
+    layer = upgrade(small_net(64), batch_size, verbose=False)[1]
+    left = (1 - layer.momentum) ** (1280 / min(batch_size, 128))  # of what was there before, after 1280 examples
+    assert left == pytest.approx(0.9**10)
+    assert layer.momentum <= 0.1
+
+
+def test_upgrade_leaves_a_momentum_that_somebody_chose() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64, momentum=0.03), nn.BatchNorm2d(64, momentum=None))
+    assert [layer.momentum for layer in upgrade(net, 16, verbose=False)[1:]] == [0.03, None]
+
+
 def test_upgrade_prints_what_it_did(capsys: pytest.CaptureFixture[str]) -> None:
     upgrade(small_net(64, 64), 128)
     printed = capsys.readouterr().out
@@ -198,6 +211,20 @@ def test_scores_may_be_numbers_tensors_or_lists(score: Any) -> None:
     assert tune_ghost_size(lambda size: score, 8, ghost_sizes=[4]).score == 0.5
 
 
+class FrozenBatchNorm2d(nn.Module):
+    """torchvision's, as far as it is recognised."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("running_var", torch.ones(4))
+
+
+class FrozenNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = FrozenBatchNorm2d()
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -206,6 +233,7 @@ def test_scores_may_be_numbers_tensors_or_lists(score: Any) -> None:
         (lambda: advise(2.5), "batch_size is 2.5"),
         (lambda: upgrade(small_net(8), 0), "batch_size is 0"),
         (lambda: upgrade(nn.Linear(2, 2), 8), "Linear has no norm layers"),
+        (lambda: upgrade(FrozenNet(), 8), r"norm layers of FrozenNet are frozen .*convert\(model, 'weighed'\)"),
         (lambda: tune_ghost_size(peak_at(4), 2), "batch_size is 2; ghost batch norm is for batches of 4 and more"),
         (lambda: tune_ghost_size(peak_at(4), 8, ghost_sizes=[4, 16]), r"ghost_sizes has \[16\]"),
         (lambda: tune_ghost_size(peak_at(4), 8, ghost_sizes=[]), "ghost_sizes has no size"),

@@ -19,9 +19,11 @@ from betternorm.decay.norms import norm_layers
 from betternorm.decay.report import NormReport
 from betternorm.display.progress import Bar
 from betternorm.display.tables import table
-from betternorm.surgery import EXAMPLES_PER_GROUP, GHOST_SIZE, GROUPS, convert
+from betternorm.surgery import EXAMPLES_PER_GROUP, GHOST_SIZE, GROUPS, convert, is_frozen
 
 M = TypeVar("M", bound=nn.Module)
+
+MOMENTUM, USUAL_BATCH = 0.1, 128  # torch's default, and the examples per batch that it is right for
 
 _EVIDENCE = {
     "weighing": "up to 0.6% top-1 for ResNet-152 on ImageNet, without training again; more with small ghost sizes",
@@ -100,6 +102,9 @@ def upgrade(
 ) -> M:
     """Give a model, before training, the norm layers that :func:`advise` names; in place, undone by ``revert(model)``.
 
+    Moving averages get a window in examples: at batch sizes below 128 torch's momentum of 0.1 becomes smaller, so that
+    they reach back as many images as at 128. With two examples per batch they would be of twenty images otherwise.
+
     What was done and what is left to do (the optimizer's groups, the weight of the example) is printed.
 
     Args:
@@ -118,6 +123,12 @@ def upgrade(
     """
     layers = norm_layers(model)
     if not layers:
+        if any(is_frozen(module) for module in model.modules()):
+            raise ValueError(
+                f"the norm layers of {type(model).__name__} are frozen (FrozenBatchNorm2d), so training has no norm to "
+                "choose; convert(model, 'weighed') gives them an alpha, and a model built with "
+                "norm_layer=nn.BatchNorm2d can be upgraded"
+            )
         raise ValueError(f"{type(model).__name__} has no norm layers, so there is nothing to upgrade")
     advice = advise(batch_size, overfits=overfits, iid=iid, report=report)
     to, options = advice.to, dict(advice.options)
@@ -130,9 +141,23 @@ def upgrade(
         chosen = num_groups or (_common_groups(layers) if has_batch_norm else None)
         options |= {"num_groups": chosen} if chosen else {}
     model = convert(model, to, **options)
+    for layer in norm_layers(model).values():
+        if isinstance(layer, _BatchNorm) and layer.momentum == MOMENTUM:  # another was somebody's choice
+            layer.momentum = window_momentum(batch_size)
     if verbose:
         print(_account(layers, norm_layers(model), options, advice))
     return model
+
+
+def window_momentum(batch_size: int) -> float:
+    """The momentum with which moving averages reach back as many examples as torch's default does at 128 per batch.
+
+    Examples::
+
+        >>> [round(window_momentum(batch_size), 4) for batch_size in (256, 128, 16, 2)]
+        [0.1, 0.1, 0.0131, 0.0016]
+    """
+    return MOMENTUM if batch_size >= USUAL_BATCH else 1 - (1 - MOMENTUM) ** (batch_size / USUAL_BATCH)
 
 
 def tune_ghost_size(

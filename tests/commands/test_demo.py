@@ -29,7 +29,7 @@ def test_no_gain_is_a_finding(tmp_path, capsys):
     worse = [(top1 - 0.02, loss) for top1, loss in MEASURED[demo.PLAIN]]
     fill(tmp_path, MEASURED | {demo.DECAYED: worse})
     assert main(["demo", "--output", str(tmp_path), "--seeds", "3"]) == FINDING
-    assert "not seen: All three together" in capsys.readouterr().out
+    assert "contradicted: All three together" in capsys.readouterr().out
 
 
 def test_for_machines_there_is_json(tmp_path, capsys):

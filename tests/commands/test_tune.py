@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from betternorm.cli import BAD_INPUT, FINDING, INTERRUPTED, OK, main
+from betternorm.commands.tune import WORSE
 from betternorm.integrations.checkpoints import load_checkpoint
 from betternorm.weighing.alpha import get_alpha
 from betternorm.weighing.evaluation import Evaluations
@@ -37,9 +38,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model, its checkpoint and a validation set on which some alpha above 0 is clearly better."""
     monkeypatch.chdir(tmp_path)
     Path("net.py").write_text(MODEL)
-    scope: dict[str, Any] = {}
-    exec(MODEL, scope)
-    model: nn.Sequential = scope["build"]()
+    model = built()
     pixels, labels = pictures(240)
     x = torch.from_numpy(pixels).permute(0, 3, 1, 2) / 255
     optimizer = torch.optim.Adam(model.parameters(), 0.02)
@@ -53,6 +52,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     pixels, labels = pictures(240, seed=1)
     np.savez("val.npz", images=(pixels * dim).astype(np.uint8), labels=labels)
     return tmp_path
+
+
+def built() -> nn.Sequential:
+    scope: dict[str, Any] = {}
+    exec(MODEL, scope)
+    model: nn.Sequential = scope["build"]()
+    return model
 
 
 def pictures(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -84,13 +90,11 @@ def test_a_better_checkpoint_and_the_evidence_come_out(folder: Path, capsys: pyt
     assert tune() == OK
     assert files(folder) - before == {"net-tuned.pt", "net-tuned.json", "net-tuned.png", "net-tuned.html"}
     found = AlphaSearch.load("net-tuned.json")
-    scope: dict[str, Any] = {}
-    exec(MODEL, scope)
-    assert get_alpha(load_checkpoint(scope["build"](), "net-tuned.pt")) == found.alpha > 0
+    assert get_alpha(load_checkpoint(built(), "net-tuned.pt")) == found.alpha > 0
     assert Path("net-tuned.png").read_bytes().startswith(b"\x89PNG")
     page = Path("net-tuned.html").read_text()
-    assert page.count("<svg") == 4
-    assert page.count("<circle") == 4 * len(found.table)
+    assert page.count("<svg") == 5
+    assert page.count("<circle") == 5 * len(found.table)
     assert "http-equiv" not in page
     assert f"set alpha = {found.alpha:.4g}" in capsys.readouterr().out
 
@@ -100,8 +104,9 @@ def test_folders_of_images_give_what_arrays_give(folder: Path) -> None:
         for number, (pixels, label) in enumerate(zip(file["images"], file["labels"], strict=True)):
             Path("val", f"class{label}").mkdir(parents=True, exist_ok=True)
             Image.fromarray(pixels).save(f"val/class{label}/{number}.png")
-    assert tune("--grid", "3", "--insist", "--out", "a.pt") in (OK, FINDING)
-    assert tune("--grid", "3", "--insist", "--out", "b.safetensors", "--workers", "1", data="val") in (OK, FINDING)
+    assert tune("--grid", "3", "--insist", "--out", "a.pt") in (OK, FINDING, WORSE)
+    words = ["--grid", "3", "--insist", "--out", "b.safetensors", "--workers", "1"]
+    assert tune(*words, data="val") in (OK, FINDING, WORSE)
     one, other = AlphaSearch.load("a.json"), AlphaSearch.load("b.json")
     for row, same in zip(one.table, other.table, strict=True):
         assert row == pytest.approx(same, rel=1e-5)
@@ -110,7 +115,7 @@ def test_folders_of_images_give_what_arrays_give(folder: Path) -> None:
 def test_no_gain_is_a_finding_and_writes_no_checkpoint(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with np.load("val.npz") as file:
         np.savez(
-            "chance.npz", images=file["images"][:40], labels=np.random.RandomState(2).permutation(file["labels"][:40])
+            "chance.npz", images=file["images"][:60], labels=np.random.RandomState(2).permutation(file["labels"][:60])
         )
     Path("dull.py").write_text(MODEL.replace("nn.Linear(6, num_classes)", "nn.Linear(6, num_classes), nn.Softmax(1)"))
     words = ["--data", "chance.npz", "--mean", "0,0,0", "--std", "1,1,1", "--objective", "top5"]
@@ -161,10 +166,46 @@ def test_an_interrupted_command_goes_on(folder: Path, monkeypatch: pytest.Monkey
 
 
 def test_results_are_not_written_over_unasked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tune("--grid", "3") == OK
-    assert tune("--grid", "3") == BAD_INPUT
+    assert tune("--limit", "200") == OK
+    assert tune("--limit", "200") == BAD_INPUT
     assert "net-tuned.pt exists; give --force" in capsys.readouterr().err
-    assert tune("--grid", "3", "--force") == OK
+    assert tune("--limit", "200", "--force") == OK
+
+
+def test_a_metric_that_gets_worse_is_said_in_words_in_the_json_and_by_the_exit_code(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tune("--grid", "3") == WORSE
+    found = AlphaSearch.load("net-tuned.json")
+    assert found.significant
+    assert found.worse == ["top1"]
+    gain = found.gains["top1"]
+    said = f"top1 gets worse: {100 * gain.difference:+.2f} points ({100 * gain.low:+.2f} to {100 * gain.high:+.2f})"
+    assert said in capsys.readouterr().out
+    assert said in Path("net-tuned.html").read_text()
+
+
+def test_a_network_that_is_right_on_everything_has_no_temperature(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with np.load("val.npz") as file:
+        model = load_checkpoint(built(), "net.pt").eval()
+        x = torch.from_numpy(file["images"]).permute(0, 3, 1, 2) / 255
+        np.savez("easy.npz", images=file["images"], labels=model(x).argmax(1).numpy())
+    before = files(folder)
+    assert tune(data="easy.npz") == BAD_INPUT
+    said = capsys.readouterr().err.strip()
+    assert "nearly all examples are classified right" in said
+    assert "\n" not in said
+    assert files(folder) == before
+
+
+def test_the_temperature_is_written_into_the_checkpoint(folder: Path) -> None:
+    assert tune("--fold-temperature") == OK
+    found = AlphaSearch.load("net-tuned.json")
+    assert (found.temperature_folded_into, found.temperature) != ("5", None)
+    folded, plain = torch.load("net-tuned.pt", weights_only=True), torch.load("net.pt", weights_only=True)["state_dict"]
+    torch.testing.assert_close(folded["5.weight"] * found.temperature, plain["5.weight"])
 
 
 def bad_image(folder: Path) -> None:

@@ -78,7 +78,7 @@ def test_verdicts_follow_the_intervals_and_a_tie_is_no_win(finished):
     result = demo.run_demo(finished, seeds=3)
     outcomes = [verdict.outcome for verdict in result.verdicts]
     # Ghosts gain 2, 1 and 0 points: the interval has zero in it.
-    assert outcomes[:2] == [Outcome.SEEN, Outcome.UNDECIDED]
+    assert outcomes[:2] == [Outcome.SEEN, Outcome.UNDERPOWERED]
     assert demo.held(result)
 
 
@@ -87,7 +87,7 @@ def test_a_gain_that_is_not_there_is_not_told(tmp_path):
     result = demo.run_demo(tmp_path, seeds=3)
     assert not demo.held(result)
     assert result.tables[0].rows[3] == ["seeds won", "0 of 3", "3 of 3"]
-    assert result.verdicts[0].outcome is Outcome.NOT_SEEN
+    assert result.verdicts[0].outcome is Outcome.CONTRADICTED
 
 
 def test_figures_show_the_ladder_the_seeds_and_alpha_with_a_slider(finished):

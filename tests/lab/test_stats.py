@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+import scipy.stats
 
 from betternorm.errors import UserError
 from betternorm.lab import stats
@@ -81,3 +82,27 @@ def test_one_run_has_a_mean_and_no_spread():
 def test_too_few_runs(call, words):
     with pytest.raises(UserError, match=words):
         call()
+
+
+@pytest.mark.parametrize(("n", "paired"), [(3, False), (5, False), (10, False), (3, True), (10, True)])
+def test_what_can_be_detected_is_detected_four_times_in_five(n, paired):
+    """By simulation: so many runs whose means differ by just this much."""
+    generator = np.random.default_rng(0)
+    difference = stats.detectable(0.5, n, paired=paired)
+    first, second = generator.normal(0, 0.5, (2, 4000, n))
+    if paired:
+        p = scipy.stats.ttest_1samp(first + difference, 0, axis=1).pvalue
+    else:
+        p = scipy.stats.ttest_ind(first + difference, second, axis=1).pvalue
+    assert np.mean(p < 0.05) == pytest.approx(0.8, abs=0.02)
+
+
+def test_one_run_detects_nothing():
+    assert stats.detectable(0.5, 1) == math.inf
+    assert stats.detectable(0.0, 3) == 0.0
+
+
+def test_holm_multiplies_the_smallest_by_all_the_next_by_one_less_and_never_decreases():
+    assert stats.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert stats.holm([0.5, 0.9]) == [1.0, 1.0]
+    assert stats.holm([]) == []

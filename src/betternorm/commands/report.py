@@ -83,7 +83,7 @@ def config_of(store: Store, key: str) -> dict[str, Any]:
 
 def collect(folder: Path, scales: list[str] | None = None, watched: bool | None = None) -> list[Result]:
     """All results that a store has rows for: the experiments at their scales, and the demo where none is asked for."""
-    wanted = [(name, scale) for scale in scales or SCALES for name in registry.NAMES]
+    wanted = [(name, scale) for scale in scales or SCALES for name in registry.names_at(scale)]
     found = [runner.results(folder, scale, [name]) for name, scale in track(wanted, "reading", show=watched)]
     if not scales:
         found.append(demo.results(folder))

@@ -1,11 +1,13 @@
-"""``betternorm reproduce``: the paper's experiments, at three scales, each to tables, figures and verdicts."""
+"""``betternorm reproduce``: the paper's experiments, at four scales, each to tables, figures and verdicts."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+import tempfile
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from betternorm.cli import FINDING, OK
@@ -14,8 +16,9 @@ from betternorm.commands.parser import CommandParser
 from betternorm.display.tables import table
 from betternorm.display.terminal import show
 from betternorm.errors import UserError
-from betternorm.lab.experiments import plan, registry, runner, saved_rows
+from betternorm.lab.experiments import paper, plan, registry, runner, saved_rows
 from betternorm.lab.experiments.scales import SCALES
+from betternorm.lab.report import files, overview
 from betternorm.lab.results import Result
 from betternorm.lab.store import FAILED, Store
 from betternorm.lab.team import team_of
@@ -40,6 +43,8 @@ def add_arguments(parser: CommandParser) -> None:
     parser.add_argument("names", nargs="+", metavar="NAME", help="experiments, or all")
     parser.add_argument("--scale", choices=SCALES, default="smoke", metavar="NAME", help=f"{', '.join(SCALES)} (smoke)")
     parser.add_argument("--seeds", type=int, metavar="N", help="runs of every arm (each experiment's own number)")
+    parser.add_argument("--only", nargs="+", default=(), metavar="WORD", help="the arms with this in their label: 8")
+    parser.add_argument("--rows-only", action="store_true", help="run nothing: judge the rows that there are")
     parser.add_argument("--plan", action="store_true", help="say what it would take, and run nothing")
     parser.add_argument(
         "--output", "--folder", dest="folder", metavar="FOLDER", help="folder of the store (reproduction-SCALE)"
@@ -57,18 +62,23 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    names = registry.chosen(arguments.names)
+    names = registry.chosen(arguments.names, arguments.scale)
     folder = arguments.folder or f"reproduction-{arguments.scale}"
     if arguments.plan:
         bars = False if arguments.quiet else None
-        print(plan.describe(names, arguments.scale, arguments.seeds, arguments.names, bars))
+        print(plan.describe(names, arguments.scale, arguments.seeds, arguments.names, bars, _done(folder, arguments)))
         return OK
     own = _own_arms(names, arguments) if arguments.network or arguments.images else None
     store = Store(folder)
     if arguments.pages:
-        saved_rows.restore(arguments.pages, arguments.scale, store)
+        saved_rows.restore(place_of(arguments.pages, arguments.scale), arguments.scale, store)
     how = run_options.engine_options(arguments)
-    results = runner.reproduce(names, arguments.scale, folder, seeds=arguments.seeds, own=own, **how)
+    if arguments.rows_only:
+        results = [runner.result(name, arguments.scale, store) for name in names]
+    else:
+        results = runner.reproduce(
+            names, arguments.scale, folder, seeds=arguments.seeds, own=own, only=arguments.only, **how
+        )
     if team_of(how["runtime"]).rank > 0:
         return OK
     if arguments.json:
@@ -81,6 +91,17 @@ def run(arguments: argparse.Namespace) -> int:
     return FINDING if any(row.status == FAILED for row in store.rows(status=FAILED)) else OK
 
 
+def _done(folder: str, arguments: argparse.Namespace) -> set[str]:
+    """The keys of what has been run, in the store if there is one, and in the pages."""
+    with tempfile.TemporaryDirectory() as empty:
+        store = Store(folder if (Path(folder) / "store.sqlite").is_file() else empty)
+        found = {row.key for row in store.rows()}
+        if arguments.pages:
+            saved_rows.restore(place_of(arguments.pages, arguments.scale), arguments.scale, saved := Store(empty))
+            found |= {row.key for row in saved.rows()}
+    return found
+
+
 def _own_arms(names: list[str], arguments: argparse.Namespace) -> registry.Arms:
     from betternorm.lab.experiments.alpha_imagenet import own_arms
 
@@ -89,12 +110,26 @@ def _own_arms(names: list[str], arguments: argparse.Namespace) -> registry.Arms:
     return own_arms(arguments.network, arguments.images, arguments.image_size)
 
 
-def write_pages(folder: str, scale: str, pages: str) -> None:
-    """A page for every experiment, not only for those just run: they share rows. What is missing, a page says."""
-    from betternorm.lab.report import files
+def place_of(pages: str, scale: str) -> Path:
+    """The pages of a scale in a folder of results: those of the medium scale have a folder of their own."""
+    return Path(pages) / overview.FOLDERS.get(scale, "")
 
+
+def write_pages(folder: str, scale: str, pages: str) -> None:
+    """A page for every experiment, not only for those just run: they share rows. What is missing, a page says.
+
+    The overview is of every scale that has rows there.
+    """
     store = Store(folder)
-    written = files.write([runner.result(name, scale, store) for name in registry.NAMES], pages)
+    results = {scale: [runner.result(name, scale, store) for name in registry.names_at(scale)]}
+    written = files.write(results[scale], place_of(pages, scale))
+    with tempfile.TemporaryDirectory() as other:
+        for one in overview.FOLDERS:
+            if one != scale and saved_rows.restore(place_of(pages, one), one, Store(other)):
+                results[one] = runner.results(other, one)
+        if scale in overview.FOLDERS:
+            ordered = {one: results[one] for one in paper.ORDER if one in results}
+            overview.write(ordered, paper.table([one for found in ordered.values() for one in found]), pages)
     print(f"{len(written)} files in {pages}, from {written[0]}", file=sys.stderr)
 
 

@@ -254,7 +254,7 @@ def _seeds_won(before: Step, after: Step, rows: Rows) -> Verdict:
     won = {metric.label: metric.won(before, after, rows) for metric in (ACCURACY, LOSS)}
     return Verdict(
         f"All three together are better on test data for at least {enough} of {seeds} seeds",
-        Outcome.SEEN if min(won.values()) >= enough else Outcome.NOT_SEEN,
+        Outcome.SEEN if min(won.values()) >= enough else Outcome.CONTRADICTED,
         "; ".join(
             f"{metric.label}: {won[metric.label]} of {seeds} seeds, {metric.gain(before, after, rows)}"
             for metric in (ACCURACY, LOSS)

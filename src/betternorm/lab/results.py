@@ -16,17 +16,25 @@ class Outcome(str, Enum):
     """What a claim of the paper came to at the scale that was run."""
 
     SEEN = "seen"
-    NOT_SEEN = "not seen"
-    UNDECIDED = "not decided at this scale"
+    CONTRADICTED = "contradicted"
+    NO_DIFFERENCE = "no difference beyond the margin"
+    UNDERPOWERED = "underpowered"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A claim, what came of it, and the statistics that say so."""
+    """A claim, what came of it, and the statistics that say so.
+
+    ``p`` is the P value of there being no difference, where the claim is one of a difference; ``measured`` is the
+    difference with its interval and the number of runs, and ``detectable`` what so many runs would have shown.
+    """
 
     claim: str
     outcome: Outcome
     evidence: str
+    p: float | None = None
+    measured: str = ""
+    detectable: float | None = None
 
 
 @dataclass(frozen=True)

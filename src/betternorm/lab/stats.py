@@ -14,6 +14,7 @@ from scipy import stats
 from betternorm.errors import UserError
 
 CONFIDENCE = 0.95
+POWER = 0.8
 RESAMPLES = 9999
 ROUNDING = 1e-14  # of a number's size: what differs by less differs by the last bits alone
 
@@ -101,6 +102,37 @@ def paired(first: Sequence[float], second: Sequence[float], confidence: float = 
     if np.ptp(a - b) <= ROUNDING * max(np.abs(a).max(), np.abs(b).max()):
         return _certain(difference, len(a) - 1)
     return _comparison(difference, stats.ttest_rel(a, b), confidence)
+
+
+def detectable(spread: float, n: int, *, paired: bool = False, power: float = POWER) -> float:
+    """The smallest difference that n runs of each arm would show with this power, at :data:`CONFIDENCE`, two-sided.
+
+    ``spread`` is the standard deviation between the runs of an arm or, where ``paired``, of the differences in pairs.
+    """
+    if n < 2:
+        return math.inf
+    degrees, error = (n - 1, spread / math.sqrt(n)) if paired else (2 * n - 2, spread * math.sqrt(2 / n))
+    critical = float(stats.t.ppf((1 + CONFIDENCE) / 2, degrees))
+
+    def power_at(shift: float) -> float:
+        """The part beyond the other end is left out: it is nothing where the power is high."""
+        return float(stats.nct.sf(critical, degrees, shift))
+
+    low, high = 0.0, 4 * critical  # in standard errors
+    while high - low > 1e-6 * critical:
+        middle = (low + high) / 2
+        low, high = (middle, high) if power_at(middle) < power else (low, middle)
+    return high * error
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """P values corrected for their number by Holm's method, in the same order."""
+    order = sorted(range(len(p_values)), key=lambda k: p_values[k])
+    corrected, worst = [0.0] * len(p_values), 0.0
+    for rank, k in enumerate(order):
+        worst = max(worst, min(1.0, (len(p_values) - rank) * p_values[k]))
+        corrected[k] = worst
+    return corrected
 
 
 def _comparison(difference: float, found: Any, confidence: float) -> Comparison:

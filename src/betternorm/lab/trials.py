@@ -209,7 +209,7 @@ def provenance(trial: Trial, runtime: Runtime) -> dict[str, Any]:
         "seed": trial.seed,
         "versions": {name: _version(name) for name in ("betternorm", "torch", "torchvision", "timm", "numpy")}
         | {"python": platform.python_version()},
-        "commit": _commit(),
+        "commit": code_version(),
         "machine": {
             "host": socket.gethostname(),
             "platform": platform.platform(),
@@ -231,7 +231,7 @@ def _version(package: str) -> str | None:
 
 
 @functools.cache
-def _commit() -> str | None:
+def code_version() -> str | None:
     """The commit this code is at, with a plus where the checkout has been changed; None where it is installed."""
     here = Path(__file__).parent
     try:

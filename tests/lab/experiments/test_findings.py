@@ -42,3 +42,14 @@ def test_arms_are_paired_by_seed():
         "small", {("a",): [row(seed, top1=seed) for seed in (0, 2, 1)], ("b",): [row(2, top1=7)]}
     )
     assert runs.by_seed((("a",), "top1"), (("b",), "top1")) == [[200.0], [700.0]]
+
+
+def test_a_metric_at_its_own_alpha_is_also_read_from_rows_that_have_only_tables():
+    table = [{"alpha": 0.0, "top1": 0.4}, {"alpha": 0.2, "top1": 0.5}]
+    old = row(alpha_top1=0.2, alpha_table=table, test_table=table[::-1], test_top1=0.4)
+    new = row(1, test_top1_own=0.6, test_calibrated_cross_entropy=1.5)
+    runs = findings.FinishedRuns("small", {("a",): [old, new]})
+    assert runs.numbers(("a",), "test_top1_own") == [50.0, 60.0]
+    assert runs.numbers(("a",), "validation_top1_own") == [50.0]
+    assert runs.numbers(("a",), "test_calibrated_cross_entropy") == [1.5]
+    assert runs.pairs(("a",), "test_top1_own", "test_top1") == [10.0]

@@ -5,6 +5,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from betternorm.decay import norm_report
 from betternorm.errors import UserError
 from betternorm.integrations.checkpoints import read_checkpoint, state_dict_of
 from betternorm.lab import models
@@ -69,6 +70,27 @@ def test_a_norm_is_a_word(norm, options, kind, facts):
         assert all(layer.channels_per_group == layer.num_features for layer in norms(model))
     model.train()(torch.randn(4, 3, 8, 8)).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+def test_one_twin_has_paths_to_the_output_and_the_other_has_but_the_last():
+    """What the experiment on decay compares (section 3.3)."""
+    images = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    paths = {}
+    for network in ("post_resnet", "post_plain", "resnet18", "plain18"):
+        model = models.build(network, 10, width=8, blocks=(2, 2), stem_stride=2)
+        paths[network] = [layer.name for layer in norm_report(model, images, quick=True).with_path]
+    assert paths["post_resnet"] == ["norm", *(f"blocks.{block}.norm2" for block in range(4))]
+    assert paths["post_plain"] == ["blocks.3.norm2"]
+    assert paths["resnet18"] == paths["plain18"] == ["norm"]  # so these two cannot show what paths are worth
+
+
+def test_a_shortcut_without_weights_keeps_channels_and_takes_means():
+    block = models.build("post_resnet", 10, width=8, blocks=(1, 1)).blocks[1]
+    x = torch.randn(2, 8, 6, 6)
+    shortcut = block._shortcut(x)
+    assert shortcut.shape == (2, 16, 3, 3)
+    assert torch.allclose(shortcut[:, :8], x.unfold(2, 2, 2).unfold(3, 2, 2).mean((4, 5)))
+    assert not shortcut[:, 8:].any()
 
 
 def doubled(model, factor):

@@ -55,7 +55,7 @@ def alpha() -> Result:
         ],
         verdicts=[
             Verdict("A small alpha above 0 is best.", Outcome.SEEN, "+3.6 [3.1, 4.1], P = 0.004, n = 3"),
-            Verdict("The best alpha differs between metrics.", Outcome.UNDECIDED, "0.03 and 0.03"),
+            Verdict("The best alpha differs between metrics.", Outcome.UNDERPOWERED, "0.03 and 0.03"),
         ],
         rows=rows("alpha", 3),
         notes="The network is as trained; only inference changes.\n\nA second paragraph, with <angles> & signs.",
@@ -115,7 +115,7 @@ def decay() -> Result:
             ),
             Figure("Gain by decay", "decay", "points", [Series("gain", names, (0.0, 0.3, -0.13))], kind="bar"),
         ],
-        verdicts=[Verdict("Decay does not help Inception.", Outcome.NOT_SEEN, "-0.1 [-0.5, 0.3], n = 10")],
+        verdicts=[Verdict("Decay does not help Inception.", Outcome.CONTRADICTED, "-0.1 [-0.5, 0.3], n = 10")],
         rows=[],
     )
 

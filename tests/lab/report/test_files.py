@@ -114,7 +114,7 @@ def test_rows_hold_configuration_result_and_provenance(folder):
 
 def test_a_line_between_bars_of_a_cell_does_not_break_the_table():
     result = replace(examples.decay(), verdicts=[replace(examples.decay().verdicts[0], claim="a | b\nc")])
-    assert "| a \\| b c | **not seen** |" in files.markdown(result, "decay")
+    assert "| a \\| b c | **contradicted** |" in files.markdown(result, "decay")
 
 
 @pytest.mark.parametrize(

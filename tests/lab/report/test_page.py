@@ -78,14 +78,15 @@ def test_every_experiment_has_its_claims_figures_tables_and_a_place_in_the_conte
 def test_badges_say_the_outcome_in_words_not_only_in_colour(read):
     assert [text.split(" ", 1)[1] for text in read.texts("span", class_="badge")] == [
         "seen",
-        "not decided at this scale",
+        "underpowered",
         "seen",
-        "not seen",
+        "contradicted",
     ]
-    assert [" ".join(text.split()) for text in read.texts("li")[:3]] == [
+    assert [" ".join(text.split()) for text in read.texts("li")[:4]] == [
         "2 seen",
-        "1 not seen",
-        "1 not decided at this scale",
+        "1 contradicted",
+        "0 no difference beyond the margin",
+        "1 underpowered",
     ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from betternorm.lab import stats
 from betternorm.lab.experiments.findings import FinishedRuns, Label
@@ -12,9 +12,12 @@ from betternorm.lab.results import Outcome, Verdict
 
 RULE = (
     f"A claim says where a difference lies: above 0, say. It is *seen* where the {stats.CONFIDENCE:.0%} interval of "
-    "the difference lies inside, *not seen* where it lies outside, and *not decided* where it does both. Different "
-    "networks are compared by Welch's t-test, two readings of the same networks by the paired one; P values are "
-    "two-sided and not corrected for the number of claims."
+    "the difference lies inside, *contradicted* where it lies outside, *no difference beyond the margin* where it lies "
+    "within the margin on both sides of 0, and otherwise *underpowered*: so many runs cannot tell. That there is no "
+    "difference, or no gain, is claimed with the same margin. Different networks are compared by Welch's t-test, two "
+    "readings of the same networks by the paired one. P values are two-sided, and given as they are and with Holm's "
+    f"correction for the claims of the page. What could have been seen is the difference that as many runs with the "
+    f"same spread show with a power of {stats.POWER:.0%}."
 )
 
 
@@ -34,15 +37,22 @@ def within(margin: float) -> Region:
     return Region(-margin, margin)
 
 
-def judge(claim: str, interval: tuple[float, float], claimed: Region, evidence: str) -> Verdict:
+def at_most(margin: float) -> Region:
+    """No gain that matters; a loss would do as well."""
+    return Region(high=margin)
+
+
+def judge(claim: str, interval: tuple[float, float], claimed: Region, evidence: str, margin: float = 0.0) -> Verdict:
     """The one rule of all experiments, see :data:`RULE`."""
     low, high = interval
     if low > claimed.low and high < claimed.high:
         outcome = Outcome.SEEN
     elif high <= claimed.low or low >= claimed.high:
-        outcome = Outcome.NOT_SEEN
+        outcome = Outcome.CONTRADICTED
+    elif -margin < low and high < margin:
+        outcome = Outcome.NO_DIFFERENCE
     else:
-        outcome = Outcome.UNDECIDED
+        outcome = Outcome.UNDERPOWERED
     return Verdict(claim, outcome, evidence)
 
 
@@ -53,31 +63,61 @@ def compare(
     claimed: Region = MORE,
     *,
     paired: bool = False,
+    margin: float = 0.0,
 ) -> Verdict:
     """A verdict on the difference of two arms, first less second."""
     if min(len(first), len(second)) < 2:
-        return Verdict(claim, Outcome.UNDECIDED, f"there are {len(first)} and {len(second)} runs; it takes two of each")
+        runs = f"there are {len(first)} and {len(second)} runs; it takes two of each"
+        return Verdict(claim, Outcome.UNDERPOWERED, runs, detectable=math.inf)
     found = (stats.paired if paired else stats.welch)(first, second)
     test = "paired t-test" if paired else "Welch's t-test"
-    means = f"{stats.summary(first)} against {stats.summary(second)}"
-    return judge(claim, found.interval, claimed, f"{means}: difference {found}, {test}")
+    n = min(len(first), len(second))
+    spread = _spread(first, second, paired)
+    shown = stats.detectable(spread, n, paired=paired)
+    verdict = judge(
+        claim,
+        found.interval,
+        claimed,
+        f"{stats.summary(first)} against {stats.summary(second)}: difference {found}, {test}; "
+        f"{shown:.2g} could have been seen",
+        margin,
+    )
+    directed = claimed in (MORE, LESS)  # the P value is of no difference, which is what the others claim
+    measured = f"{found:.2f} (n = {n})"
+    return replace(verdict, p=found.p if directed else None, measured=measured, detectable=shown)
+
+
+def _spread(first: Sequence[float], second: Sequence[float], paired: bool) -> float:
+    """The standard deviation of the differences, or within the arms."""
+    if paired:
+        return stats.summary([a - b for a, b in zip(first, second, strict=True)]).std
+    variances = [(stats.summary(arm).std ** 2, len(arm) - 1) for arm in (first, second)]
+    return math.sqrt(sum(var * degrees for var, degrees in variances) / sum(degrees for _, degrees in variances))
 
 
 def gain(claim: str, runs: FinishedRuns, label: Label, metric: str, claimed: Region = MORE) -> Verdict:
-    """A verdict on what tuning alpha did to a metric in the same networks."""
-    return compare(claim, runs.numbers(label, f"{metric}_tuned"), runs.numbers(label, metric), claimed, paired=True)
+    """A verdict on what the best alpha for a metric did to it, in the same networks."""
+    after, before = runs.by_seed((label, f"{metric}_own"), (label, metric))
+    return compare(claim, after, before, claimed, paired=True, margin=runs.margin(metric))
 
 
 def certain(claim: str, holds: bool, evidence: str) -> Verdict:
     """A verdict where nothing is random."""
-    return Verdict(claim, Outcome.SEEN if holds else Outcome.NOT_SEEN, evidence)
+    return Verdict(claim, Outcome.SEEN if holds else Outcome.CONTRADICTED, evidence)
 
 
 def together(claim: str, parts: Sequence[Verdict]) -> Verdict:
     """A claim that holds where all its parts do."""
     outcomes = {part.outcome for part in parts}
-    if outcomes == {Outcome.SEEN}:
-        outcome = Outcome.SEEN
-    else:
-        outcome = Outcome.NOT_SEEN if Outcome.NOT_SEEN in outcomes else Outcome.UNDECIDED
+    worst = (Outcome.CONTRADICTED, Outcome.NO_DIFFERENCE, Outcome.UNDERPOWERED, Outcome.SEEN)
+    outcome = next(one for one in worst if one in outcomes)
     return Verdict(claim, outcome, "; ".join(part.evidence for part in parts))
+
+
+def corrected(verdicts: Sequence[Verdict]) -> list[Verdict]:
+    """The same verdicts, with Holm's P value in the evidence of every claim that has a P value of its own."""
+    tested = [number for number, verdict in enumerate(verdicts) if verdict.p is not None]
+    found = list(verdicts)
+    for number, p in zip(tested, stats.holm([verdicts[number].p or 0.0 for number in tested]), strict=True):
+        found[number] = replace(verdicts[number], evidence=f"{verdicts[number].evidence}; Holm's P = {p:.3g}")
+    return found

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from betternorm.lab import stats
+from betternorm.lab.experiments.scales import MARGINS
 from betternorm.lab.results import Figure, Series, Table, Verdict
 from betternorm.lab.store import Row
+from betternorm.lab.training import CALIBRATED
 
 Label = tuple[Any, ...]
 NOT_RUN = "not run"
@@ -47,21 +49,43 @@ class FinishedRuns(Mapping[Label, list[Row]]):
         return list(dict.fromkeys(label[place] for label in self if first is None or label[0] == first))
 
     def numbers(self, label: Label, name: str) -> list[float]:
-        """A number of every run of an arm; shares come in per cent."""
-        return [scaled(name, row[name]) for row in self._rows.get(label, [])]
+        """A number of every run of an arm that holds it; shares come in per cent."""
+        return list(self._by_seed(label, name).values())
+
+    def _by_seed(self, label: Label, name: str) -> dict[int, float]:
+        found = {row["seed"]: read(row, name) for row in self._rows.get(label, [])}
+        return {seed: scaled(name, value) for seed, value in found.items() if value is not None}
+
+    def margin(self, metric: str) -> float:
+        """The difference of a metric that does not matter at this scale."""
+        kind = "cross_entropy" if metric.endswith("cross_entropy") else "top1"
+        return MARGINS[self.scale][kind]
 
     def by_seed(self, *readings: tuple[Label, str]) -> list[list[float]]:
         """Numbers of several arms, seed by seed, for the seeds that all of them have run."""
-        found = [
-            dict(zip((row["seed"] for row in self[label]), self.numbers(label, name), strict=True))
-            for label, name in readings
-        ]
+        found = [self._by_seed(label, name) for label, name in readings]
         seeds = sorted(set.intersection(*map(set, found)))
         return [[values[seed] for seed in seeds] for values in found]
 
     def pairs(self, label: Label, first: str, second: str) -> list[float]:
         """First less second, run by run."""
-        return [a - b for a, b in zip(self.numbers(label, first), self.numbers(label, second), strict=True)]
+        return [a - b for a, b in zip(*self.by_seed((label, first), (label, second)), strict=True)]
+
+
+def read(row: Row, name: str) -> float | None:
+    """A number of a row, or None where the row does not hold it.
+
+    Rows of before there were ``_own`` columns hold those numbers in their tables, but for the cross-entropy after a
+    temperature, which they do not have.
+    """
+    if name in row.result:
+        return float(row.result[name])
+    split, _, metric = name.removesuffix("_own").partition("_")
+    if not name.endswith("_own") or f"alpha_{metric}" not in row.result:
+        return None
+    table = row.result["alpha_table" if split == "validation" else "test_table"]
+    at = {line["alpha"]: line for line in table}
+    return float(at[row.result[f"alpha_{metric}"]][metric])
 
 
 def scaled(name: str, value: float) -> float:
@@ -100,11 +124,17 @@ def alpha_points(rows: Iterable[Row], metric: str, within: float = 1.0) -> dict[
 
 
 def alpha_figures(title: str, arms: Mapping[str, Sequence[Row]], within: float = 1.0) -> list[Figure]:
-    """Top-1, top-5 and cross-entropy against alpha, a figure each, a curve an arm."""
-    words = {"top1": "top-1, %", "top5": "top-5, %", "cross_entropy": "cross-entropy"}
+    """The metrics against alpha, a figure each, a curve an arm."""
+    words = {
+        "top1": "top-1, %",
+        "top5": "top-5, %",
+        "cross_entropy": "cross-entropy",
+        CALIBRATED: "cross-entropy after temperature",
+    }
     figures = []
     for metric, label in words.items():
-        series = [curve(name, alpha_points(rows, metric, within)) for name, rows in arms.items()]
+        held = {name: [row for row in rows if metric in row["alpha_table"][0]] for name, rows in arms.items()}
+        series = [curve(name, alpha_points(rows, metric, within)) for name, rows in held.items()]
         series = [one for one in series if one.x]
         if series:
             figures.append(Figure(f"{title}: {label.split(',')[0]}", "alpha", label, series, slider=True))

@@ -7,7 +7,7 @@ work of a step is counted; both are printed. A GPU is taken to do the counted wo
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +28,7 @@ GPU_SPEED = (
     20e12  # operations in a second that a training does on one A100-class GPU at 32 bits with TF32, not its peak
 )
 IMAGES = 2  # that a step is timed on; work is in proportion to images
+SMALL_SIDE = 64  # images up to this side are timed in whole batches, in which they take a fraction of the time
 CLASSES = 100  # of the head that is timed
 CHECKPOINT = 3  # times the weights: they, the optimizer's state, and the finished network
 
@@ -55,31 +56,42 @@ class Cost:
 
 
 def describe(
-    names: Sequence[str], scale: str, seeds: int | None, words: Sequence[str], show: bool | None = None
+    names: Sequence[str],
+    scale: str,
+    seeds: int | None,
+    words: Sequence[str],
+    show: bool | None = None,
+    done: Container[str] = (),
 ) -> str:
-    """The plan as text. Large networks are timed for a minute or two, with a progress bar as ``show`` says."""
+    """The plan as text. Large networks are timed for a minute or two, with a progress bar as ``show`` says.
+
+    ``done`` are the keys of trials that have been run; the cost is of what is left.
+    """
     counted: set[str] = set()
-    rows, total = [], Cost(0, 0, 0)
+    rows, total, still = [], Cost(0, 0, 0), 0
     data: set[str] = set()
     for name in track(names, "timing steps", show=show):
         own = [trial for arm in registry.trials_of(name, scale, seeds).values() for trial in arm]
         new = [trial for trial in dict.fromkeys(own) if trial.key not in counted]
         counted |= {trial.key for trial in own}
-        costs = [cost(trial) for trial in new]
+        left = [trial for trial in new if trial.key not in done]
+        costs = [cost(trial) for trial in left]
+        still += len(left)
         sums = Cost(*(sum(getattr(one, part) for one in costs) for part in ("operations", "seconds", "disk")))
         total = Cost(total.operations + sums.operations, total.seconds + sums.seconds, total.disk + sums.disk)
         data |= {trial.dataset for trial in own if hasattr(trial, "dataset")}
-        rows.append([name, len(own), len(new), *_hours(sums)])
-    rows.append(["all", "", len(counted), *_hours(total)])
-    headers = ["experiment", "trials", "not shared", "operations", "GPU hours", "hours on this CPU", "disk, GB"]
+        rows.append([name, len(own), len(new), len(left), *_hours(sums)])
+    rows.append(["all", "", len(counted), still, *_hours(total)])
+    headers = ["experiment", "trials", "not shared", "left", "operations", "GPU hours", "hours on this CPU", "disk, GB"]
     fetched = [[DATASETS[one].title, *SIZES[one]] for one in sorted(data)]
     command = f"betternorm reproduce {' '.join(words)} --scale {scale}"
     return "\n\n".join(
         [
             table(headers, rows),
             f"Rule: a GPU does {GPU_SPEED / 1e12:g} T operations a second (one A100-class GPU in practice); this CPU "
-            f"was timed on {IMAGES} images a step, with {torch.get_num_threads()} threads. Neither reading images nor "
-            "tuning alpha is counted, and batches of one or two, which keep a GPU waiting, will take longer.",
+            f"was timed on {IMAGES} images a step, or on a batch where they are small, with {torch.get_num_threads()} "
+            "threads. Neither reading images nor tuning alpha is counted, and batches of one or two, which keep a GPU "
+            "waiting, will take longer there.",
             table(["data", "to fetch, GB", "on disk, GB"], fetched),
             "one machine, one GPU:    " + f"{command} --data-root DATA --download",
             "one machine, 8 GPUs:     " + f"{command} --data-root DATA --engine ray",
@@ -102,7 +114,16 @@ _MEASURED: dict[tuple[object, ...], Cost] = {}
 def cost(trial: Trial) -> Cost:
     """A training: its steps. What only reads a trained network: its passes over the images, a third of a step each."""
     if isinstance(trial, Config):
-        one = image_cost(trial.network, trial.dataset, trial.image_size, trial.width, trial.blocks, trial.stem_stride)
+        one = image_cost(
+            trial.network,
+            trial.dataset,
+            trial.image_size,
+            trial.width,
+            trial.blocks,
+            trial.stem_stride,
+            batch_size=trial.batch_size,
+            half=trial.precision == "bf16-mixed",
+        )
         images = steps(trial) * trial.batch_size
         return Cost(one.operations * images, one.seconds * images, one.disk)
     if isinstance(trial, Curve) and trial.network:
@@ -119,8 +140,11 @@ def image_cost(
     width: int = 64,
     blocks: Sequence[int] = (2, 2, 2, 2),
     stem_stride: int = 1,
+    *,
+    batch_size: int = IMAGES,
+    half: bool = False,
 ) -> Cost:
-    """Of one image in a step, forward and backward, measured once for each network and size.
+    """Of one image in a step, forward and backward, measured once for each network, size, batch size and precision.
 
     The head is taken to have :data:`CLASSES` classes, whatever the data: it is a small part.
     """
@@ -128,7 +152,8 @@ def image_cost(
     size = image_size or facts.size
     spec = models.NETWORKS.get(network, network).partition(".py:")
     name = network if spec[1] else spec[0].partition(".")[0]  # without timm's tag of the weights
-    known = (name, facts.channels, size, width, tuple(blocks), stem_stride)
+    images_per_step = batch_size if size <= SMALL_SIDE else min(batch_size, IMAGES)
+    known = (name, facts.channels, size, width, tuple(blocks), stem_stride, images_per_step, half)
     if known not in _MEASURED:
 
         def build() -> torch.nn.Module:
@@ -139,19 +164,21 @@ def image_cost(
                 name, CLASSES, in_channels=facts.channels, width=width, blocks=blocks, stem_stride=stem_stride
             )
 
-        shape = (IMAGES, facts.channels, size, size)
+        shape = (images_per_step, facts.channels, size, size)
         with torch.device("meta"):  # operations are counted without being done
             counter = FlopCounterMode(display=False)
             abstract = build()
             with counter:
                 _loss(abstract, torch.empty(shape)).backward()
-        model, images = build(), torch.randn(shape)
+        model, images = build(), torch.randn(max(2, shape[0]), *shape[1:])  # a norm needs two
         for _ in range(2):  # the first step also allocates, and is not counted
-            started = time.perf_counter()
-            _loss(model, images).backward()
-        seconds = (time.perf_counter() - started) / IMAGES
+            started = time.process_time()  # whatever else the machine is doing
+            with torch.autocast("cpu", torch.bfloat16, enabled=half):
+                loss = _loss(model, images)
+            loss.backward()
+        seconds = (time.process_time() - started) / torch.get_num_threads() / images_per_step
         weights = 4 * sum(parameter.numel() for parameter in model.parameters())
-        _MEASURED[known] = Cost(counter.get_total_flops() / IMAGES, seconds, CHECKPOINT * weights)
+        _MEASURED[known] = Cost(counter.get_total_flops() / images_per_step, seconds, CHECKPOINT * weights)
     return _MEASURED[known]
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import ModuleType
 
 from betternorm.errors import UserError
+from betternorm.lab.experiments import protocol
 from betternorm.lab.experiments.findings import Label
 from betternorm.lab.experiments.scales import SCALES, SEEDS
 from betternorm.lab.trials import Trial
@@ -27,16 +28,26 @@ NAMES = (  # in the order of the paper
     "baselines",
 )
 
+MEDIUM = ("alpha-groupnorm", "ghost-size", "alpha-ghost", "decay", "small-batch", "combined", "non-iid")
 
 Arms = Mapping[Label, Trial]
 
 
-def chosen(words: Sequence[str]) -> list[str]:
-    """The names of experiments that some words mean; "all" is every one."""
+def names_at(scale: str) -> tuple[str, ...]:
+    """The experiments that a scale has: the heart of the paper at the medium one, all at the others."""
+    return MEDIUM if scale == "medium" else NAMES
+
+
+def chosen(words: Sequence[str], scale: str = "smoke") -> list[str]:
+    """The names of experiments that some words mean; "all" is every one that the scale has."""
     for word in words:
         if word not in (*NAMES, "all"):
             raise UserError(f"there is no experiment {word!r}; there are all, {', '.join(NAMES)}")
-    return [name for name in NAMES if "all" in words or name in words]
+    here = names_at(scale)
+    for word in words:
+        if word not in (*here, "all"):
+            raise UserError(f"there is no experiment {word!r} at {scale} scale; there are all, {', '.join(here)}")
+    return [name for name in here if "all" in words or name in words]
 
 
 def module(name: str) -> ModuleType:
@@ -50,7 +61,11 @@ def trials_of(name: str, scale: str, seeds: int | None = None, own: Arms | None 
         raise UserError(f"scale is {scale!r}; it has to be one of {', '.join(SCALES)}")
     if seeds is not None and seeds < 1:
         raise UserError(f"seeds is {seeds}; it has to be 1 or more")
+    (name,) = chosen([name], scale)
     experiment = module(name)
+    if scale == protocol.SCALE and name not in protocol.FIXED:
+        candidates = getattr(experiment, "candidates", experiment.arms)(scale)
+        return {label: [replace(one, seed=protocol.TUNING_SEED, test=False)] for label, one in candidates.items()}
     count = seeds or getattr(experiment, "SEEDS", {}).get(scale, SEEDS[scale])
     return {  # a trial in which nothing is random is run once
         label: [replace(trial, seed=seed) for seed in range(count if getattr(trial, "random", True) else 1)]

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 from collections.abc import Sequence
 from typing import Any
 
+from betternorm.errors import UserError
 from betternorm.lab import engines
-from betternorm.lab.experiments.claims import RULE
+from betternorm.lab.experiments.claims import RULE, corrected
 from betternorm.lab.experiments.findings import FinishedRuns, Label
-from betternorm.lab.experiments.registry import NAMES, Arms, module, trials_of
-from betternorm.lab.experiments.scales import SCALES
+from betternorm.lab.experiments.registry import Arms, module, names_at, trials_of
+from betternorm.lab.experiments.scales import SCALES, steps
 from betternorm.lab.results import Result
 from betternorm.lab.store import DONE, Row, Store
-from betternorm.lab.trials import Runtime, Trial
+from betternorm.lab.training import Config
+from betternorm.lab.trials import Runtime, Trial, code_version
+
+CITED = ("medium", "paper")  # scales whose rows have to name the commit that they came from
 
 
 def reproduce(
@@ -24,28 +29,41 @@ def reproduce(
     *,
     seeds: int | None = None,
     own: Arms | None = None,
+    only: Sequence[str] = (),
     runtime: Runtime | None = None,
     **how: Any,
 ) -> list[Result]:
     """Run what is missing of some experiments, and return what they come to.
 
-    ``how`` goes to :func:`betternorm.lab.engines.run_trials`. An experiment's rows are found by the keys of its trials:
-    those that experiments share are run once, and what was run before is not run again.
+    ``only`` runs the arms that have one of these words in their label, such as the ghost sizes 8 and 128; ``how`` goes
+    to :func:`betternorm.lab.engines.run_trials`. An experiment's rows are found by the keys of its trials: those that
+    experiments share are run once, and what was run before is not run again.
     """
-    wanted = [trial for name in names for arm in trials_of(name, scale, seeds, own).values() for trial in arm]
-    engines.run_trials(seeds_first(wanted), folder, runtime=runtime, **how)
+    if scale in CITED and (code_version() or "").endswith("+"):
+        raise UserError(f"the code has been changed since its last commit; rows of the {scale} scale name a commit")
+    arms = [arm for name in names for arm in trials_of(name, scale, seeds, own).items()]
+    wanted = [trial for label, arm in arms if not only or {*only} & {str(part) for part in label} for trial in arm]
+    engines.run_trials(in_order(wanted), folder, runtime=runtime, **how)
     return [result(name, scale, Store(folder), seeds, own) for name in names]
 
 
-def seeds_first(wanted: Sequence[Trial]) -> list[Trial]:
-    """All trials with the first seed, then all with the second: interrupted early, every arm has something to show."""
-    return sorted(dict.fromkeys(wanted), key=lambda trial: trial.seed)
+def in_order(wanted: Sequence[Trial]) -> list[Trial]:
+    """Short trials first; of about the same length all with the first seed, then all with the second.
+
+    Interrupted early, most arms have something to show.
+    """
+
+    def length(trial: Trial) -> int:
+        images = steps(trial) * trial.batch_size if isinstance(trial, Config) else 1
+        return round(math.log2(images))
+
+    return sorted(dict.fromkeys(wanted), key=lambda trial: (length(trial), trial.seed))
 
 
-def results(folder: str | os.PathLike[str], scale: str, names: Sequence[str] = NAMES) -> list[Result]:
+def results(folder: str | os.PathLike[str], scale: str, names: Sequence[str] | None = None) -> list[Result]:
     """What the rows in a store come to: a result for every experiment that has any."""
     store = Store(folder)
-    return [found for name in names if (found := result(name, scale, store)).rows]
+    return [found for name in names or names_at(scale) if (found := result(name, scale, store)).rows]
 
 
 def result(name: str, scale: str, store: Store, seeds: int | None = None, own: Arms | None = None) -> Result:
@@ -54,17 +72,23 @@ def result(name: str, scale: str, store: Store, seeds: int | None = None, own: A
     rows: dict[Label, list[Row]] = {}
     missing, failed = 0, []
     for label, arm in trials_of(name, scale, seeds, own).items():
-        found = [store.get(trial.key) for trial in arm]
-        rows[label] = [row for row in found if row is not None and row.status == DONE]
+        stored = [store.get(trial.key) for trial in arm]
+        rows[label] = [row for row in stored if row is not None and row.status == DONE]
         missing += len(arm) - len(rows[label])
-        failed += [row for row in found if row is not None and row.error]
+        failed += [row for row in stored if row is not None and row.error]
     findings = experiment.conclude(FinishedRuns(scale, rows))
     command = f"betternorm reproduce {name} --scale {scale}"
     _, _, claims = inspect.cleandoc(experiment.__doc__ or "").partition("\n\n")  # what the paper says
-    notes = [" ".join(claims.split()), SCALES[scale], findings.notes, RULE]
+    notes = [" ".join(claims.split()), SCALES[scale], findings.notes, "" if scale == "smoke" else RULE]
     if missing:
         total = missing + sum(map(len, rows.values()))
         notes.append(f"{missing} of {total} trials have not been run yet; `{command}` runs those and no others.")
+    found = [row for arm in rows.values() for row in arm]
+    changed = sum(str(row.provenance.get("commit")).endswith("+") for row in found)
+    if changed:
+        notes.append(
+            f"{changed} of {len(found)} rows name a commit whose code had been changed: a plus stands behind it."
+        )
     notes += [f"Trial {row.key} failed: {row.reason}" for row in failed]
     return Result(
         name=name,
@@ -74,7 +98,8 @@ def result(name: str, scale: str, store: Store, seeds: int | None = None, own: A
         command=command,
         tables=findings.tables,
         figures=[figure for figure in findings.figures if any(len(series.x) for series in figure.series)],
-        verdicts=findings.verdicts,
-        rows=list({row.key: row for arm in rows.values() for row in arm}.values()),
+        # Networks of a second or two say nothing about the paper: a smoke run says that it ran, no more.
+        verdicts=[] if scale == "smoke" else corrected(findings.verdicts),
+        rows=list({row.key: row for row in found}.values()),
         notes="\n\n".join(note for note in notes if note),
     )

@@ -10,19 +10,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from betternorm.lab.experiments.registry import NAMES, trials_of
+from betternorm.lab.experiments.registry import names_at, trials_of
 from betternorm.lab.store import DONE, Store
 
 EMPTY = ("", "NaN")  # what a table says where a trial has no such column
 
 
-def restore(pages: str | os.PathLike[str], scale: str, store: Store, names: Sequence[str] = NAMES) -> int:
+def restore(pages: str | os.PathLike[str], scale: str, store: Store, names: Sequence[str] | None = None) -> int:
     """Take finished rows from the pages of results (``NAME/rows.csv``) into a store, and return how many.
 
     A row is taken where its key is that of a trial: it says what was run, so the row is what running it would give.
     """
     taken = 0
-    for name in names:
+    for name in names or names_at(scale):
         saved = read_csv(Path(pages) / name / "rows.csv")
         for trial in (trial for arm in trials_of(name, scale).values() for trial in arm):
             if trial.key in saved and store.get(trial.key) is None:

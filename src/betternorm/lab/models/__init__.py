@@ -6,7 +6,7 @@ others come from timm or torchvision.
 
 from betternorm.lab.models.building import ALIASES, NETWORKS, NORMS, apply_norm, build
 from betternorm.lab.models.cifar_resnets import CIFAR_RESNETS, CifarResNet
-from betternorm.lab.models.resnet import PreActivationBlock, ResNet
+from betternorm.lab.models.resnet import PostActivationResNet, PreActivationBlock, ResNet
 
 __all__ = [
     "ALIASES",
@@ -14,6 +14,7 @@ __all__ = [
     "NETWORKS",
     "NORMS",
     "CifarResNet",
+    "PostActivationResNet",
     "PreActivationBlock",
     "ResNet",
     "apply_norm",

@@ -14,7 +14,7 @@ from betternorm.errors import UserError
 from betternorm.integrations.checkpoints import load_for_other_classes
 from betternorm.integrations.models import load_model
 from betternorm.lab.models.cifar_resnets import CIFAR_RESNETS, CifarResNet
-from betternorm.lab.models.resnet import ResNet
+from betternorm.lab.models.resnet import PostActivationResNet, ResNet
 from betternorm.surgery import OPTIONS, convert
 
 # The paper's large networks, by the names they have in timm.
@@ -25,6 +25,10 @@ NETWORKS = {
     "mobilenet_v2": "timm:mobilenetv2_100",
     "nasnet_a_large": "timm:nasnetalarge",
 }
+
+# Our own, by whether they have shortcuts.
+RESIDUAL = {"resnet18": ResNet, "post_resnet": PostActivationResNet}
+PLAIN = {"plain18": ResNet, "post_plain": PostActivationResNet}
 
 # Words for norms that are another conversion with fixed options. "batch" is the network as it was built.
 ALIASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -49,20 +53,20 @@ def build(
     """A network, with its weights if there are any, and its norm layers swapped.
 
     Args:
-        network: "resnet18", "plain18" (no shortcuts), a name in :data:`NETWORKS` or :data:`CIFAR_RESNETS`, or what
-            :func:`load_model` takes.
-        width, blocks, stem_stride: of the first two only; the others have their own.
+        network: "resnet18", "post_resnet" (post-activation), the same without shortcuts as "plain18" and "post_plain",
+            a name in :data:`NETWORKS` or :data:`CIFAR_RESNETS`, or what :func:`load_model` takes.
+        width, blocks, stem_stride: of the first four only; the others have their own.
         norm, norm_options: see :func:`apply_norm`.
         weights: a file with trained weights; a classifier for other classes is left as it was initialised.
     """
-    if network in ("resnet18", "plain18"):
-        model: nn.Module = ResNet(
+    if network in RESIDUAL | PLAIN:
+        model: nn.Module = (RESIDUAL | PLAIN)[network](
             num_classes,
             in_channels=in_channels,
             width=width,
             blocks=blocks,
             stem_stride=stem_stride,
-            residual=network == "resnet18",
+            residual=network in RESIDUAL,
         )
     elif network in CIFAR_RESNETS:
         model = CifarResNet(CIFAR_RESNETS[network], num_classes)
@@ -72,7 +76,7 @@ def build(
         model = load_model(spec, num_classes=num_classes, **channels)
     else:
         raise UserError(
-            f"network is {network!r}; it has to be resnet18, plain18, {', '.join((*NETWORKS, *CIFAR_RESNETS))}, "
+            f"network is {network!r}; it has to be {', '.join((*RESIDUAL, *PLAIN, *NETWORKS, *CIFAR_RESNETS))}, "
             "timm:NAME, torchvision:NAME or path/to/file.py:function"
         )
     if weights is not None:

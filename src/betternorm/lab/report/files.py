@@ -52,20 +52,20 @@ def markdown(result: Result, name: str) -> str:
     parts = [f"# {_no_markup(result.title)}", f"*{labels.subtitle(result)}*", notes]
     if result.verdicts:
         claims = [[verdict.claim, f"**{verdict.outcome.value}**", verdict.evidence] for verdict in result.verdicts]
-        parts += ["## Claims", _markdown_table(["claim", "outcome", "evidence"], claims)]
+        parts += ["## Claims", markdown_table(["claim", "outcome", "evidence"], claims)]
     for number, figure in enumerate(result.figures, 1):
         path = f"{name}/figure-{number}"
         title = _no_markup(figure.title)
         parts += [f"## {title}", f"![{title}]({path}.png)", f"The same as [SVG]({path}.svg)."]
     for number, table in enumerate(result.tables, 1):
-        parts += [f"## {_no_markup(table.title)}", _markdown_table(table.headers, table.rows)]
+        parts += [f"## {_no_markup(table.title)}", markdown_table(table.headers, table.rows)]
         parts.append(f"The same as [CSV]({name}/table-{number}.csv).")
     parts += ["## Provenance", f"```sh\n{result.command}\n```"]
     if result.rows:
         same, _ = provenance.settings_of(result.rows)
         parts.append(f"Every trial, with its settings and all it measured: [rows]({name}/rows.csv).")
         if same:
-            parts += ["The same for all trials:", _markdown_table(["setting", "value"], same.items())]
+            parts += ["The same for all trials:", markdown_table(["setting", "value"], same.items())]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -158,13 +158,13 @@ def _index(results: Sequence[Result]) -> str:
         link = _Markdown(f"[{_no_markup(result.title)}]({name}.md)")
         rows.append([link, result.place, result.scale, len(result.rows), labels.tally(result.verdicts)])
         claims += [[link, verdict.claim, f"**{verdict.outcome.value}**"] for verdict in result.verdicts]
-    parts = ["# Results", _markdown_table(["experiment", "in the paper", "scale", "trials", "claims"], rows)]
+    parts = ["# Results", markdown_table(["experiment", "in the paper", "scale", "trials", "claims"], rows)]
     if claims:
-        parts += ["## Every claim", _markdown_table(["experiment", "claim", "outcome"], claims)]
+        parts += ["## Every claim", markdown_table(["experiment", "claim", "outcome"], claims)]
     return "\n\n".join(parts) + "\n"
 
 
-def _markdown_table(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+def markdown_table(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     body = [[value if isinstance(value, _Markdown) else _no_markup(shown(value)) for value in row] for row in rows]
     right = [bool(body) and all(is_number(row[column]) for row in body) for column in range(len(headers))]
     rule = ["---:" if to_right else "---" for to_right in right]

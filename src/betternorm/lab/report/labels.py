@@ -36,5 +36,5 @@ def counts(verdicts: Iterable[Verdict]) -> dict[Outcome, int]:
 
 
 def tally(verdicts: Iterable[Verdict]) -> str:
-    """The same in words, ``3 seen, 1 not seen``; empty without claims."""
+    """The same in words, ``3 seen, 1 contradicted``; empty without claims."""
     return ", ".join(f"{count} {outcome.value}" for outcome, count in counts(verdicts).items() if count)

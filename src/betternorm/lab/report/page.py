@@ -23,7 +23,12 @@ from betternorm.lab.report import charts, labels, provenance
 from betternorm.lab.results import Figure, Outcome, Result, Table, Verdict
 from betternorm.lab.store import atomic, make_folder
 
-BADGES = {Outcome.SEEN: ("seen", "✓"), Outcome.NOT_SEEN: ("not-seen", "✗"), Outcome.UNDECIDED: ("undecided", "–")}
+BADGES = {
+    Outcome.SEEN: ("seen", "✓"),
+    Outcome.CONTRADICTED: ("not-seen", "✗"),
+    Outcome.NO_DIFFERENCE: ("undecided", "="),
+    Outcome.UNDERPOWERED: ("undecided", "–"),
+}
 
 
 def write(results: Sequence[Result], path: str | os.PathLike[str], title: str = "Results") -> Path:

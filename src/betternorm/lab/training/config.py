@@ -17,6 +17,7 @@ from betternorm.lab import models
 from betternorm.lab.trials import Progress, Runtime, Trial
 
 JUDGED_BY = ("top1", "top5", "cross_entropy")
+CALIBRATED = "calibrated_cross_entropy"  # after a temperature fitted on validation data
 SCHEDULES = ("cosine", "step", "constant")
 
 
@@ -49,6 +50,7 @@ class Config(Trial):
     stem_stride: int = _field(1, "stride of resnet18's first convolution")
     norm: str = _field("batch", f"one of {', '.join(models.NORMS)}, or package.module:function")
     norm_options: Mapping[str, Any] | tuple[tuple[str, Any], ...] = _field((), "its options, like ghost_size=16")
+    averages_over: int | None = _field(None, "window of the moving averages in examples (each layer's own, in steps)")
     finetune_from: str | None = _field(None, "a file of weights to begin from, or trial:KEY")
 
     batch_size: int = _field(128, "examples per batch, over all processes")
@@ -81,6 +83,7 @@ class Config(Trial):
             ("batch_size", self.batch_size >= 1, "1 or more"),
             ("accumulate", self.accumulate >= 1 and self.batch_size % self.accumulate == 0, "a divisor of batch_size"),
             ("steps_per_epoch", self.steps_per_epoch is None or self.steps_per_epoch >= 1, "1 or more"),
+            ("averages_over", self.averages_over is None or self.averages_over >= 1, "1 or more"),
             ("learning_rate", 0 < self.learning_rate < math.inf, "above 0"),
             ("weight_decay", 0 <= self.weight_decay < math.inf, "0 or more"),
             ("schedule", self.schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}"),
@@ -113,7 +116,7 @@ def build_model(config: Config, data: datasets.Data, weights: Path | None = None
     """The network of a configuration, initialised by its seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        return models.build(
+        model = models.build(
             config.network,
             data.num_classes,
             in_channels=data.facts.channels,
@@ -124,6 +127,19 @@ def build_model(config: Config, data: datasets.Data, weights: Path | None = None
             norm_options=dict(config.norm_options),
             weights=weights,
         )
+    if config.averages_over is not None:
+        set_window(model, config.averages_over, config.batch_size // config.accumulate)
+    return model
+
+
+def set_window(model: nn.Module, examples: int, batch_size: int) -> None:
+    """Let the moving averages of all layers forget at the same pace in examples, whatever the batch size.
+
+    After so many ``examples`` what was in the averages before weighs 1/e.
+    """
+    for layer in model.modules():
+        if isinstance(layer, nn.modules.batchnorm._NormBase):
+            layer.momentum = -math.expm1(-batch_size / examples)
 
 
 def learning_rate(config: Config, step: int, steps_per_epoch: int) -> float:

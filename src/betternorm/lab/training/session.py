@@ -11,9 +11,9 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed
@@ -33,10 +33,11 @@ from betternorm.lab.training.checkpoints import (
     set_random_state,
     write_checkpoint,
 )
-from betternorm.lab.training.config import JUDGED_BY, Config, build_model, learning_rate, load_data
-from betternorm.lab.training.evaluation import evaluate, tune_for_row
+from betternorm.lab.training.config import CALIBRATED, JUDGED_BY, Config, build_model, learning_rate, load_data
+from betternorm.lab.training.evaluation import best_alphas, evaluate, evaluate_calibrated, tune_for_row, with_alpha
 from betternorm.lab.trials import Progress, Runtime
 from betternorm.surgery import convert
+from betternorm.weighing.alpha import set_alpha
 
 EVALUATION_BATCH = 250  # examples at least; no result depends on it beyond rounding
 
@@ -49,10 +50,13 @@ def train(
 ) -> dict[str, Any]:
     """Train, tune alpha on validation data, read the test set once. Goes on from what is in ``folder``.
 
-    Returns the numbers of the row: for each of validation and test ``<split>_<metric>`` as trained and
-    ``<split>_<metric>_tuned`` with the tuned alpha; ``alpha``, the best for the objective on validation data, and
-    ``alpha_<metric>``, the best for each; ``alpha_table`` with the validation metrics at every alpha tried and
-    ``test_table`` at those just named; ``history`` by epoch. The network, with its alpha, is left in ``model.pt``.
+    Returns the numbers of the row: for each of validation and test ``<split>_<metric>`` as trained,
+    ``<split>_<metric>_tuned`` with the tuned alpha, and ``<split>_<metric>_own`` with the best alpha for this metric on
+    validation data, which is ``alpha_<metric>``; ``alpha`` is the best for the objective. One of the metrics is the
+    cross-entropy after a temperature, fitted on validation data at the same alpha. ``alpha_table`` has the validation
+    metrics at every alpha tried and ``test_table`` those of the test set at the alphas just named; ``train_top1`` is
+    from the last epoch of training, ``evaluated_train_top1`` from evaluation mode without augmentation; ``history`` is
+    by epoch. The network, with its alpha, is left in ``model.pt``.
     """
     runtime = runtime or Runtime()
     folder = Path(folder)
@@ -139,50 +143,72 @@ class Session:
             "train_top1": self.history[-1]["top1"],
             "history": self.history,
         }
-        if self.config.tune_alpha:
-            result |= self._tune()
-            alphas = [result["alpha_as_trained"], result["alpha"], *(result[f"alpha_{name}"] for name in JUDGED_BY)]
-        else:
-            (row,) = evaluate(self.model, self._loader(self.data.validation))
-            result |= {f"validation_{name}": value for name, value in row.items()}
-            alphas = [None]
-        if self.config.test and self.data.test is not None:
-            alphas = list(dict.fromkeys(alphas))
-            rows = evaluate(self.model, self._loader(self.data.test), alphas)
-            result |= {f"test_{name}": value for name, value in rows[0].items()}
+        with self.fabric.autocast():
+            (row,) = evaluate(self.model, self._loader(self.data.train))
+            result |= {f"evaluated_train_{name}": value for name, value in row.items()}
             if self.config.tune_alpha:
-                result["test_table"] = [{"alpha": a, **row} for a, row in zip(alphas, rows, strict=True)]
-                tuned = rows[alphas.index(result["alpha"])]
-                result |= {f"test_{name}_tuned": value for name, value in tuned.items()}
+                result |= self._tune()
+                named = ("alpha_as_trained", "alpha", *(f"alpha_{name}" for name in (*JUDGED_BY, CALIBRATED)))
+                alphas = list(dict.fromkeys(result[name] for name in named))
+            else:
+                (row,) = evaluate_calibrated(self.model, self._loader(self.data.validation), [None])
+                result |= {f"validation_{name}": value for name, value in row.items()}
+                alphas = [None]
+            if self.config.test and self.data.test is not None:
+                result |= self._test(self._loader(self.data.test), result, alphas)
         return result
 
     def _tune(self) -> dict[str, Any]:
-        """Alpha on validation data. Every process does all of it, so that all agree."""
-        loader = datasets.Loader(
-            self.data,
-            self.data.validation,
-            self._evaluation_batch,
-            device=self.device,
-            workers=self.runtime.workers,
-        )
-        found = tune_for_row(
-            self.model,
-            loader,
-            objective=self.config.alpha_objective,
-            grid=self.config.alpha_grid or None,
-            progress=self.runtime.show if self.fabric.is_global_zero else False,
-        )
-        alpha = cast(float, found.alpha)  # one for all layers
-        at = {row["alpha"]: row for row in found.table}
-        return {
+        """Alpha, and the temperature at every alpha, on validation data."""
+        config, found = self.config, {}
+        if config.alpha_grid:
+            baseline = with_alpha(self.model)
+            alphas = list(dict.fromkeys([baseline, *config.alpha_grid]))
+        else:  # every process does all of it, so that all agree
+            whole = datasets.Loader(
+                self.data,
+                self.data.validation,
+                self._evaluation_batch,
+                device=self.device,
+                workers=self.runtime.workers,
+            )
+            show = self.runtime.show if self.fabric.is_global_zero else False
+            search = tune_for_row(self.model, whole, objective=config.alpha_objective, progress=show)
+            baseline = search.baseline
+            alphas = [row["alpha"] for row in search.table]
+            found["alpha_significant"] = search.significant
+        rows = evaluate_calibrated(self.model, self._loader(self.data.validation), alphas)
+        table = sorted(({"alpha": a, **row} for a, row in zip(alphas, rows, strict=True)), key=lambda row: row["alpha"])
+        at = {row["alpha"]: row for row in table}
+        best = best_alphas(table, baseline)
+        alpha = best[config.alpha_objective]
+        set_alpha(self.model, alpha)
+        return found | {
             "alpha": alpha,
-            "alpha_as_trained": found.baseline,
-            "alpha_significant": found.significant,
-            "alpha_table": found.table,
-            **{f"alpha_{name}": found.best[name] for name in JUDGED_BY},
-            **{f"validation_{name}": at[found.baseline][name] for name in JUDGED_BY},
-            **{f"validation_{name}_tuned": at[alpha][name] for name in JUDGED_BY},
+            "alpha_as_trained": baseline,
+            "alpha_table": table,
+            **{f"alpha_{name}": one for name, one in best.items()},
+            **{f"validation_{name}": at[baseline][name] for name in best},
+            **{f"validation_{name}_tuned": at[alpha][name] for name in best},
+            **{f"validation_{name}_own": at[one][name] for name, one in best.items()},
         }
+
+    def _test(self, batches: datasets.Loader, result: dict[str, Any], alphas: Sequence[float | None]) -> dict[str, Any]:
+        """The test set, at the alphas and with the temperatures that validation data chose."""
+        if not self.config.tune_alpha:
+            temperatures = [result["validation_temperature"]]
+        else:
+            at = {row["alpha"]: row["temperature"] for row in result["alpha_table"]}
+            temperatures = [at[alpha] for alpha in alphas]
+        rows = evaluate_calibrated(self.model, batches, alphas, temperatures)
+        names = (*JUDGED_BY, CALIBRATED)
+        found: dict[str, Any] = {f"test_{name}": rows[0][name] for name in names}
+        if self.config.tune_alpha:
+            read = dict(zip(alphas, rows, strict=True))
+            found["test_table"] = [{"alpha": alpha, **row} for alpha, row in read.items()]
+            found |= {f"test_{name}_tuned": read[result["alpha"]][name] for name in names}
+            found |= {f"test_{name}_own": read[result[f"alpha_{name}"]][name] for name in names}
+        return found
 
     def _optimizer(self) -> torch.optim.Optimizer:
         config = self.config

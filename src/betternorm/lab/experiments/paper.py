@@ -1,0 +1,360 @@
+"""What the paper states, number by number, and what came of each statement here: the table at the head of the results.
+
+A statement belongs to an experiment, and is judged by the verdict whose claim holds all of its words, at the medium
+scale where that was run and else at the small one. Where nothing here can judge it, the reason stands in its place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from betternorm.lab.results import Result, Table, Verdict
+
+ORDER = ("medium", "small")  # of two verdicts on a statement the first that was run counts
+HEADERS = ["the paper", "where", "its number", "ours", "could have been seen", "how ours differs", "verdict"]
+
+FEW = "CIFAR-100, 10,000 images"
+ALL = "CIFAR-100, 40,000 images"
+OTHER_DATA = "CIFAR-100 with 10,000 images for Caltech-256, a small residual network"
+FLOWERS = "twenty classes of Flowers-102 at 32x32, 0.08 million parameters"
+TWO_CLASSES = "ten classes of CIFAR-100 at 16x16, two of them per batch"
+WEAK = f"{FLOWERS}; averages over ten batches, decay twenty times that of the weights, neither tuned"
+NO_SVHN = "SVHN is not at hand"
+
+
+@dataclass(frozen=True)
+class Statement:
+    """What the paper says, where, and in which number; and how it is judged here."""
+
+    says: str
+    place: str
+    number: str
+    experiment: str = ""
+    words: tuple[str, ...] = ()
+    differs: str = ""  # at medium scale, and where a statement was judged at one scale alone
+    small: str = FLOWERS  # how the small scale differs
+    untested: str = ""  # why nothing here can judge it
+
+
+STATEMENTS = (
+    Statement(
+        "alpha raises the top-1 of a batch norm network",
+        "3.1",
+        "+0.6 (ResNet-152, ImageNet)",
+        "alpha-ghost",
+        ("alpha raises test top-1 with batch norm",),
+        "CIFAR-100, trained here",
+    ),
+    Statement(
+        "alpha raises its top-5",
+        "3.1",
+        "+0.16 (ResNet-152)",
+        "alpha-ghost",
+        ("alpha raises test top-5 with batch norm",),
+        "CIFAR-100, trained here",
+    ),
+    Statement(
+        "alpha lowers its cross-entropy",
+        "3.1",
+        "-4.7 % of it (ResNet-152)",
+        "alpha-ghost",
+        ("alpha lowers test cross-entropy with batch norm",),
+        "CIFAR-100, trained here; nats",
+    ),
+    Statement(
+        "the same after a temperature, which the paper does not fit",
+        "",
+        "",
+        "alpha-ghost",
+        ("alpha lowers it also after a temperature with batch norm",),
+        "not in the paper",
+    ),
+    Statement(
+        "the best alpha is largest for the network with the smallest batches",
+        "3.1",
+        "NASNet-A",
+        "combined",
+        ("best alpha for batch norm is larger",),
+        "the same network at several batch sizes",
+    ),
+    Statement(
+        "large alphas cost more and more",
+        "D",
+        "",
+        "alpha-imagenet",
+        ("with alpha = 1 the cross-entropy is worse",),
+        small="published CIFAR-100 networks",
+    ),
+    Statement(
+        "alpha below 1 raises the top-1 of Group Norm networks",
+        "3.1",
+        "a gain (Caltech-256)",
+        "alpha-groupnorm",
+        ("raises the top-1 of a Group Norm network",),
+        OTHER_DATA,
+    ),
+    Statement(
+        "alpha below 1 lowers the cross-entropy of Group Norm networks",
+        "3.1",
+        "a gain (CIFAR-100, SVHN)",
+        "alpha-groupnorm",
+        ("lowers the cross-entropy of a Group Norm network",),
+        "10,000 images",
+    ),
+    Statement(
+        "ghosts raise top-1 where networks overfit",
+        "3.2",
+        "+5.8 (Caltech-256)",
+        "ghost-size",
+        ("improves on batch norm (test top-1)", FEW),
+        OTHER_DATA,
+    ),
+    Statement(
+        "ghosts raise top-1 on CIFAR-100",
+        "3.2",
+        "+0.84",
+        "ghost-size",
+        ("improves on batch norm (test top-1)", ALL),
+        "ghost size 16 alone; a smaller network",
+    ),
+    Statement("ghosts do nothing on SVHN, where networks do not overfit", "3.2", "98.79 %", untested=NO_SVHN),
+    Statement(
+        "ghosts gain less where networks overfit less",
+        "3.2",
+        "+5.8, +0.84, 0",
+        "ghost-size",
+        ("gains more test top-1 with 10,000",),
+        "the same data, more of it",
+    ),
+    Statement(
+        "the effect of the ghost size is unimodal",
+        "3.2",
+        "Figure 3",
+        "ghost-size",
+        ("unimodal",),
+        OTHER_DATA,
+    ),
+    Statement(
+        "ghosts regularise", "3.2", "", "ghost-size", ("ghosts regularise",), "training top-1, in evaluation mode"
+    ),
+    Statement(
+        "alpha gains more top-1 the smaller the ghosts",
+        "3.2",
+        "Figure 4",
+        "alpha-ghost",
+        ("alpha gains more test top-1",),
+        OTHER_DATA,
+    ),
+    Statement(
+        "the best alpha is larger for smaller ghosts",
+        "D",
+        "Figure 4",
+        "alpha-ghost",
+        ("the best alpha for top-1 is larger",),
+        OTHER_DATA,
+    ),
+    Statement(
+        "decay on gamma and beta raises top-1 with paths",
+        "3.3",
+        "+0.3 (CIFAR-100, P = 0.002), +0.91 (Caltech-256, ResNet-50)",
+        "decay",
+        ("residual network: decay on gamma and beta raises",),
+        OTHER_DATA,
+    ),
+    Statement(
+        "gamma toward 0 or toward 1 makes no difference",
+        "3.3",
+        "P = 0.46",
+        "decay",
+        ("toward 0 or toward 1",),
+        "an equivalence test",
+    ),
+    Statement(
+        "decay does not help without paths",
+        "3.3",
+        "-0.13 (Inception-v3)",
+        "decay",
+        ("without shortcuts: decay on gamma and beta does not raise",),
+        "a plain network",
+    ),
+    Statement("decay changes nothing on SVHN", "3.3", "98.79 %", untested=NO_SVHN),
+    Statement(
+        "B = 2: batch group norm is better than Group Norm",
+        "3.4",
+        "+0.69 (CIFAR-100), +5.0 (Caltech-256)",
+        "small-batch",
+        ("batch group norm is better than Group Norm",),
+        OTHER_DATA,
+        f"{FLOWERS}; averages over twenty images",
+    ),
+    Statement("B = 2 on SVHN: it is not", "3.4", "-0.02", untested=NO_SVHN),
+    *(
+        Statement(
+            f"B = {size}: all four are better than {other}",
+            "4.2",
+            number,
+            "combined",
+            (f"B = {size}: all four improve on {words}",),
+            OTHER_DATA,
+            WEAK,
+        )
+        for size, other, words, number in (
+            (128, "batch norm", "idealised batch norm", "Figure 5a"),
+            (128, "Group Norm", "Group Norm", "Figure 5a"),
+            (2, "batch norm", "idealised batch norm", "+6.5 (Caltech-256)"),
+            (2, "Group Norm", "Group Norm", "+5.9 (Caltech-256)"),
+            (1, "Group Norm", "Group Norm", "Figure 5a, by decay alone"),
+        )
+    ),
+    *(
+        Statement(
+            f"fine-tuning: all four are better than {other}",
+            "4.3",
+            number,
+            "transfer",
+            ("Flowers", f"B = 32: all four improve on {words}"),
+            small="twenty classes of Flowers-102 at 32x32, from CIFAR-100",
+        )
+        for other, words, number in (
+            ("batch norm", "idealised batch norm", "+2.4 (Flowers-102), +1.3 (CUB-2011)"),
+            ("Group Norm", "Group Norm", "+6.1 (Flowers-102), +3.8 (CUB-2011)"),
+        )
+    ),
+    Statement(
+        "fine-tuning: Group Norm gains by a Group Norm checkpoint",
+        "4.3",
+        "roughly 5",
+        "transfer",
+        ("Flowers", "B = 32: Group Norm gains by a checkpoint"),
+        small="twenty classes of Flowers-102 at 32x32, from CIFAR-100",
+    ),
+    *(
+        Statement(says, "4.4", number, "non-iid", (words,), "10,000 images", TWO_CLASSES)
+        for says, number, words in (
+            (
+                "four classes per batch: alpha helps batch norm",
+                "40.1 to 62.2 %",
+                "alpha raises the top-1 of batch norm",
+            ),
+            (
+                "so do ghosts, alpha off",
+                "40.1 to 70.4 %",
+                "the best ghost size, alpha off, improves on batch norm",
+            ),
+            (
+                "ghosts are as good as batch renorm or better, alpha off",
+                "70.4 against 69.0 %",
+                "the best ghost size, alpha off, improves on batch renorm",
+            ),
+            (
+                "batch group norm is the best",
+                "76.1 against 72.2 %",
+                "batch group norm improves on the best ghost size",
+            ),
+            (
+                "batch group norm hardly suffers",
+                "76.1 against 76.2 %",
+                "batch group norm does as well as with random batches",
+            ),
+            ("alpha does nothing for batch renorm", "0.1 at most", "alpha does nothing for batch renorm"),
+        )
+    ),
+    Statement(
+        "the bound of the output in training is tight",
+        "A",
+        "sqrt(B - 1)",
+        "output-range",
+        ("reach 0.999 of the bound",),
+        small="the layer alone",
+    ),
+    Statement(
+        "with small groups a network comes near to it",
+        "B",
+        "-5.30 of -5.57",
+        "output-range",
+        ("comes nearer to the bound",),
+    ),
+    Statement(
+        "at inference values fall outside",
+        "B",
+        "",
+        "output-range",
+        ("passes the bound",),
+    ),
+    Statement(
+        "averages without augmentation cost top-1",
+        "C",
+        "-0.5",
+        "negative",
+        ("averages without augmentation lower test top-1",),
+        small=f"{FLOWERS}; means over the training set, not a training with learning rate 0",
+    ),
+    Statement(
+        "averages over the test set do as well",
+        "C",
+        "within 0.1",
+        "negative",
+        ("averages over the test set give the same top-1",),
+        small=f"{FLOWERS}; within 0.5",
+    ),
+    Statement(
+        "noise does not help Group Norm",
+        "C",
+        "",
+        "negative",
+        ("points with: noise",),
+    ),
+    Statement(
+        "random groups do not help Group Norm",
+        "C",
+        "",
+        "negative",
+        ("points with: random groups",),
+    ),
+    Statement(
+        "learned group sizes overfit",
+        "C",
+        "",
+        "baselines",
+        ("in place of learned group sizes",),
+        small=f"{FLOWERS}; plain Switchable Norm stands in for them",
+    ),
+)
+
+
+def table(results: Sequence[Result]) -> Table:
+    """Every statement with what came of it."""
+    return Table("What the paper says, and what came of it here", HEADERS, [_row(one, results) for one in STATEMENTS])
+
+
+def _row(statement: Statement, results: Sequence[Result]) -> list[object]:
+    told = [statement.says, statement.place, statement.number]
+    if statement.untested:
+        return [*told, "", "", "", f"not tested: {statement.untested}"]
+    found = _verdict(statement, results)
+    if found is None:
+        return [*told, "", "", statement.differs, "not run yet"]
+    scale, verdict = found
+    shown = "" if verdict.detectable is None or math.isinf(verdict.detectable) else f"{verdict.detectable:.2g}"
+    differs = statement.small if scale == "small" else statement.differs
+    ours = f"{verdict.measured or 'see the page'}, {scale}"
+    return [*told, ours, shown, differs, f"**{verdict.outcome.value}**"]
+
+
+def _verdict(statement: Statement, results: Sequence[Result]) -> tuple[str, Verdict] | None:
+    """The verdict that judges a statement, with its scale, where anything has been run."""
+    for scale in ORDER:
+        for result in results:
+            if (result.name, result.scale) == (statement.experiment, scale):
+                for verdict in result.verdicts:
+                    run = verdict.detectable != math.inf
+                    if run and all(word in verdict.claim for word in _words(statement, scale)):
+                        return scale, verdict
+    return None
+
+
+def _words(statement: Statement, scale: str) -> list[str]:
+    """The smaller training set is that of the medium scale; at the small one the claim alone decides."""
+    return [word for word in statement.words if scale == "medium" or word != FEW]

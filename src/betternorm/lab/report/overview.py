@@ -1,0 +1,41 @@
+"""The head of the results: what the paper says and what came of it, over the scales that have been run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from betternorm.lab.report import files, labels
+from betternorm.lab.results import Result, Table
+
+FOLDERS = {"small": "", "medium": "medium/"}  # where the pages of a scale lie, from the overview
+INTRODUCTION = (
+    "# Results",
+    "What the paper states, and what came of it here. *Ours* is a difference with its 95 % interval, the number of "
+    "runs of each arm and the scale: points of top-1, or nats of cross-entropy. *Could have been seen* is the "
+    "difference that as many runs with the same spread show with a power of 80 %. What was settled before the test set "
+    "was read, and what was not: the [protocol](protocol.md).",
+    "Every number follows from the rows beside the pages. This judges them anew, and runs nothing:",
+    "```sh\nbetternorm reproduce all --scale medium --pages docs/results --rows-only\n```",
+)
+
+
+def write(results: Mapping[str, Sequence[Result]], statements: Table, folder: str | os.PathLike[str]) -> Path:
+    """``index.md`` of a folder of results, from those of each scale."""
+    parts = [*INTRODUCTION, files.markdown_table(statements.headers, statements.rows)]
+    for scale, found in results.items():
+        rows = [
+            [
+                f"[{result.title}]({FOLDERS[scale]}{result.name}.md)",
+                result.place,
+                len(result.rows),
+                labels.tally(result.verdicts),
+            ]
+            for result in found
+        ]
+        headers = ["experiment", "in the paper", "trials", "claims"]
+        parts += [f"## {scale.capitalize()} scale", files.markdown_table(headers, rows)]
+    path = Path(folder) / "index.md"
+    path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    return path

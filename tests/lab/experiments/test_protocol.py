@@ -1,0 +1,65 @@
+"""The test set is read only where the protocol says that an experiment is settled, and rows name a commit."""
+
+from dataclasses import replace
+
+import pytest
+
+from betternorm.errors import UserError
+from betternorm.lab import engines
+from betternorm.lab.experiments import protocol, registry, runner, small_batch
+from betternorm.lab.experiments.scales import FEW
+from betternorm.lab.store import DONE
+from betternorm.lab.trials import Runtime
+
+UNSETTLED = [name for name in registry.names_at("medium") if name not in protocol.FIXED]
+
+
+@pytest.mark.parametrize("name", registry.names_at("medium"))
+def test_only_settled_experiments_read_the_test_set(name):
+    trials = [trial for arm in registry.trials_of(name, "medium").values() for trial in arm]
+    if name in UNSETTLED:
+        assert {(trial.seed, trial.test) for trial in trials} == {(protocol.TUNING_SEED, False)}
+    else:
+        assert {trial.test for trial in trials} == {True}
+        assert len({trial.seed for trial in trials}) >= 3
+
+
+def test_every_norm_at_two_examples_has_the_same_candidates():
+    rates = {}
+    for _, method, count in small_batch.candidates("medium"):
+        norm, _, rate = method.partition(", learning rate ")
+        rates.setdefault(norm, set()).add((rate, count))
+    assert {rate for rate, _ in rates["batch norm"]} == {rate for rate, _ in rates["group norm"]}
+    assert rates["group norm"] == rates["batch group norm"]
+
+
+def test_code_that_is_not_committed_does_not_run_at_medium_scale(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "code_version", lambda: "abc+")
+    with pytest.raises(UserError, match="changed since its last commit"):
+        runner.reproduce(["ghost-size"], "medium", tmp_path)
+
+
+def test_a_scale_has_its_own_experiments():
+    with pytest.raises(UserError, match="no experiment 'transfer' at medium scale"):
+        registry.trials_of("transfer", "medium")
+    assert registry.chosen(["all"], "medium") == list(registry.MEDIUM)
+
+
+KINDS = {
+    trial.norm: trial
+    for name in registry.names_at("medium")
+    for (trial, *_) in registry.trials_of(name, "medium").values()
+}
+
+
+@pytest.mark.parametrize("norm", KINDS)
+def test_the_code_of_the_medium_scale_runs(norm, tmp_path):
+    """Two steps on random images of the same shape, a trial of every norm."""
+    few = {"dataset": "stand-in:cifar100", "train_examples": 64, "epochs": 1, "steps_per_epoch": 2, "width": 16}
+    trial = replace(KINDS[norm], **few, batch_size=min(16, KINDS[norm].batch_size), alpha_grid=(0.0, 0.5, 1.0))
+    runtime = Runtime(threads=1, show=False, channels_last=True)
+    (row,) = engines.run_trials([trial], tmp_path, runtime=runtime, show=False)
+    assert row.status == DONE, row.error
+    assert ("test_top1_own" in row.result) == trial.test
+    assert row["evaluated_train_top1"] >= 0
+    assert row["averages_over"] == FEW.averages_over
