@@ -141,7 +141,7 @@ def test_a_trial_that_failed_is_named(finished, monkeypatch):
     monkeypatch.setattr(engines, "_processes", lambda *_: None)  # as if they failed again
     trial = replace(demo.PLAIN, seed=3)
     store = Store(finished)
-    for config in MEASURED:
+    for config in (*MEASURED, demo.SHIFTED):
         store.finish(replace(config, seed=3).key, trial.kind, trial.config, error="the loss is nan\nmore")
-    with pytest.raises(UserError, match=r"5 of 24 trials failed; the first: the loss is nan$"):
+    with pytest.raises(UserError, match=r"6 of 24 trials failed; the first: the loss is nan$"):
         demo.run_demo(finished, seeds=4)

@@ -210,7 +210,7 @@ def _notes(rows: Rows) -> str:
         f"parameters that learns them by heart. At a batch size of {PLAIN.batch_size} three of the four improvements "
         "apply: ghost batch norm, decay on gamma and beta, and a weight for the example at inference (alpha), tuned on "
         "validation data. The fourth, batch group norm, is for batches of two or three and is shown beside Group Norm "
-        f"at a batch size of {GROUP.batch_size}, with alpha tuned for both. The networks with plain batch norm also read "
+        f"at a batch size of {GROUP.batch_size}, with alpha tuned for both. The plain networks are also shown "
         "pale, foggy and noisy digits: alpha takes a part of the statistics from the image itself, one at a time.\n\n"
         "The regime was picked to overfit: few images, no augmentation. With random crops, plain batch norm overfits "
         "less, and there is less to gain or nothing. Batch size and ghost size were chosen on validation data; every "
