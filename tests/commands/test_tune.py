@@ -186,6 +186,18 @@ def test_a_dry_run_says_what_it_would_do_and_writes_nothing(folder: Path, capsys
     assert "would write: net-tuned.pt, net-tuned.json" in said
 
 
+def test_alpha_is_chosen_on_shifted_images_too(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--shift", "contrast:3,brightness:1", "--shifted-data", "night.npz", "--max-clean-loss", "2"]
+    with np.load("val.npz") as file:
+        np.savez("night.npz", images=file["images"] // 3, labels=file["labels"])
+    assert tune(*words) in (OK, WORSE)
+    found = AlphaSearch.load("net-tuned.json")
+    assert found.shifts is not None
+    assert list(found.shifts.gains) == ["clean", "contrast:3", "brightness:1", "night.npz"]
+    assert "over shifted data at a clean cost of at most 2" in capsys.readouterr().out
+    assert not list(folder.glob("*.unfinished*"))
+
+
 def test_json_is_printed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert tune("--json", "--grid", "5") == OK
     assert AlphaSearch.from_dict(json.loads(capsys.readouterr().out)) == AlphaSearch.load("net-tuned.json")
@@ -343,6 +355,11 @@ def test_data_that_cannot_be_used_is_told_in_a_line(
         (["--folds", "1"], "folds=1 must be 2 or more"),
         (["--grid", "1"], "grid=1 must be 2 or more"),
         (["--ema"], "no averaged weights"),
+        (["--shift", "rain"], "shift 'rain' is not known; known are noise"),
+        (["--max-clean-loss", "1"], "give --shift or --shifted-data too"),
+        (["--shift", "fog:1", "--max-clean-loss", "-1"], "--max-clean-loss is -1"),
+        (["--shifted-data", "nowhere.npz"], "there is no such file"),
+        (["--shift", "fog:1", "--objective", "ece"], "'ece' is no mean over examples"),
     ],
 )
 def test_options_that_cannot_be_are_told_in_a_line(

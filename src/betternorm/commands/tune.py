@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from betternorm.cli import FINDING, OK
+from betternorm.commands.parser import CommandParser
 from betternorm.display.progress import clock
 from betternorm.display.terminal import show
 from betternorm.errors import UncertainGainWarning, UserError
@@ -48,9 +49,8 @@ ENOUGH_FOR_TIMING = 2  # batches: the first also compiles and warms up
 WORSE = 3  # what the shell gets where the objective is better and another metric certainly worse
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: CommandParser) -> None:
     parser.epilog = EXAMPLES
-    parser.usage = "betternorm tune MODEL --checkpoint FILE --data DATA [options]"
     add = parser.add_argument
     add("model", metavar="MODEL", help="timm:NAME, torchvision:NAME or path/to/file.py:function")
     add("--checkpoint", type=Path, required=True, metavar="FILE", help=".pt, .pth or .safetensors")
@@ -69,23 +69,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="best under shift losing at most X points (default: best mean)",
     )
-    add("--fold-temperature", action="store_true", help="divide the last linear layer by the temperature")
-    add("--grid", type=int, metavar="N", help="try N alphas instead of searching")
-    add("--folds", type=int, default=5, metavar="K", help="for the evidence (default: 5)")
-    add("--insist", action="store_true", help="set the best alpha even where the gain could be chance")
+    add("--fold-temperature", rare=True, action="store_true", help="divide the last linear layer by the temperature")
+    add("--grid", rare=True, type=int, metavar="N", help="try N alphas instead of searching")
+    add("--folds", rare=True, type=int, default=5, metavar="K", help="for the evidence (default: 5)")
+    add("--insist", rare=True, action="store_true", help="set the best alpha even where the gain could be chance")
     add = parser.add_argument_group("model and images (default: what the model declares)").add_argument
     add("--num-classes", type=int, metavar="N", help="of the model")
-    add("--ema", action="store_true", help="take the averaged weights of the checkpoint")
+    add("--ema", rare=True, action="store_true", help="take the averaged weights of the checkpoint")
     add("--mean", metavar="R,G,B", help="of the pixels, between 0 and 1")
     add("--std", metavar="R,G,B")
     add("--size", type=int, metavar="SIDE", help="of the images")
     add("--limit", type=int, metavar="N", help="use N images, evenly spread")
-    add("--data-root", type=Path, metavar="FOLDER", help="where a dataset known by its name lies (default: data)")
-    add("--split", choices=["val", "test"], default="val", help="of such a dataset (default: val)")
+    add(
+        "--data-root",
+        rare=True,
+        type=Path,
+        metavar="FOLDER",
+        help="where a dataset known by its name lies (default: data)",
+    )
+    add("--split", rare=True, choices=["val", "test"], default="val", help="of such a dataset (default: val)")
     add = parser.add_argument_group("running").add_argument
-    add("--device", help="(default: cuda where there is one)")
+    add("--device", rare=True, help="(default: cuda where there is one)")
     add("--batch-size", type=int, default=64, metavar="N", help="(default: 64)")
-    add("--workers", type=int, default=0, metavar="N", help="processes that read images (default: 0)")
+    add("--workers", rare=True, type=int, default=0, metavar="N", help="processes that read images (default: 0)")
     add("--dry-run", action="store_true", help="check everything on a batch, say what it would take, and write nothing")
     add("--force", action="store_true", help="write over an earlier result")
     add("--json", action="store_true", help="print JSON")
