@@ -44,7 +44,8 @@ def test_the_library_imports_neither_the_lab_nor_an_integration() -> None:
         for used in imported_by(module, anywhere=True)
         if used.startswith(("betternorm.lab", "betternorm.integrations", "betternorm.commands", "betternorm.cli"))
     }
-    assert beyond == set()
+    # The package's face offers `load`; the module imports nothing but torch until a file needs more.
+    assert beyond == {("betternorm", "betternorm.integrations.checkpoints")}
 
 
 def test_a_way_to_tune_alpha_visits_each_module_of_weighing_after_what_it_builds_on() -> None:
@@ -63,6 +64,7 @@ def test_a_way_to_tune_alpha_visits_each_module_of_weighing_after_what_it_builds
         "result",
         "shifted",
         "per_layer",
+        "few_layers",
         "search",
         "comparison",
     ]
