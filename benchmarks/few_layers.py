@@ -25,22 +25,21 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="an .npz with test_images and test_labels")
     parser.add_argument("--weights", type=Path, required=True, help="the folder with resnet8_cifar100.pth and so on")
     parser.add_argument("--depths", type=int, nargs="+", default=[14, 20, 32])
-    parser.add_argument("--limit", type=int, help="use so many images")
+    parser.add_argument("--images", type=int, default=10_000, help="of the test set, half of which is used (10000)")
     parser.add_argument("--work", type=Path, default=Path("/tmp/few-layers"), help="where unfinished work is kept")
     parser.add_argument("--json", type=Path, default=Path("few-layers.json"))
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     arguments.work.mkdir(parents=True, exist_ok=True)
-    to_tune, _ = halves(arguments.data)
+    to_tune, _ = halves(arguments.data, arguments.images)
     lines, results = [], {}
     for depth in arguments.depths:
         model = load(depth, arguments.weights / f"resnet{depth}_cifar100.pth")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UncertainGainWarning)  # the table has the intervals
-            found = tune_alpha(
-                model, to_tune, layers=3, limit=arguments.limit, resume=arguments.work / f"{depth}-{arguments.limit}.pt"
-            )
+            kept = arguments.work / f"{depth}-{arguments.images}.pt"
+            found = tune_alpha(model, to_tune, layers=3, resume=kept)
         print(f"ResNet-{depth}\n{found}\n", flush=True)
         results[depth] = found.to_dict()
         arguments.json.write_text(json.dumps(results, indent=1) + "\n")
