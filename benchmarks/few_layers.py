@@ -24,7 +24,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.few_layers", description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="an .npz with test_images and test_labels")
     parser.add_argument("--weights", type=Path, required=True, help="the folder with resnet8_cifar100.pth and so on")
-    parser.add_argument("--depths", type=int, nargs="+", default=[14, 20, 32])
+    parser.add_argument("--depths", type=int, nargs="+", default=[8, 14, 20])
     parser.add_argument("--images", type=int, default=10_000, help="of the test set, half of which is used (10000)")
     parser.add_argument("--work", type=Path, default=Path("/tmp/few-layers"), help="where unfinished work is kept")
     parser.add_argument("--json", type=Path, default=Path("few-layers.json"))
