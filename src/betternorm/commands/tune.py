@@ -77,7 +77,7 @@ def add_arguments(parser: CommandParser) -> None:
     add("--num-classes", type=int, metavar="N", help="of the model")
     add("--ema", rare=True, action="store_true", help="take the averaged weights of the checkpoint")
     add("--mean", metavar="R,G,B", help="of the pixels, between 0 and 1")
-    add("--std", metavar="R,G,B")
+    add("--std", metavar="R,G,B", help="of the pixels")
     add("--size", type=int, metavar="SIDE", help="of the images")
     add("--limit", type=int, metavar="N", help="use N images, evenly spread")
     add(
