@@ -172,7 +172,7 @@ class Evaluations:
             else:
                 raise ValueError(
                     f"metric {name!r} gave {len(counts)} numbers for {len(keys)} examples in {len(batch_keys)} "
-                    "batches; it must give one an example or one a batch"
+                    "batches; it must give one per example or one per batch"
                 )
             self.counts[name] = counts[order]
             for alpha, parts in current.values[name].items():
