@@ -31,7 +31,7 @@ from betternorm.weighing.shifts import Shift
 
 Setting = float | tuple[float, ...]  # one alpha for all layers, or one for each
 
-_UNDER = " under "
+_UNDER = " under shift "
 
 SAVE_EVERY = 20.0  # seconds between writes of what has been evaluated
 
