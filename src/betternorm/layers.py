@@ -225,13 +225,14 @@ class GroupedBatchNorm(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
         if input.dim() == self._unbatched_rank:
             return self.forward(input.unsqueeze(0)).squeeze(0)
         self._check_input(input)
-        running_mean, running_var = self.running_mean, self.running_var
+        buffers = self._buffers
+        running_mean, running_var = buffers.get("running_mean"), buffers.get("running_var")
         if self.training or running_mean is None or running_var is None:
             self._check_group_has_values(input)
             momentum = self._weight_of_batch()
             output = self._normalise_batch(input, momentum)
-            if momentum is not None and self.num_batches_tracked is not None:
-                self.num_batches_tracked.add_(1)
+            if momentum is not None and (batches := buffers.get("num_batches_tracked")) is not None:
+                batches.add_(1)
         else:
             output = functional.weighed_batch_norm(
                 input,
@@ -257,7 +258,7 @@ class GroupedBatchNorm(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
             self.examples_per_group,
             self.eps,
             self._processes(),
-            *(() if momentum is None else (self.running_mean, self.running_var, momentum)),
+            *(() if momentum is None else (self._buffers["running_mean"], self._buffers["running_var"], momentum)),
         )[0]
 
     def _track(self, mean: Tensor, var: Tensor, momentum: float | None) -> None:
@@ -267,7 +268,7 @@ class GroupedBatchNorm(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
 
     def _weight_of_batch(self) -> float | None:
         """The weight of this batch in the moving averages; None where they stay, or the batch was counted before."""
-        tracks = self.training and self.track_running_stats and self.running_mean is not None
+        tracks = self.training and self.track_running_stats and self._buffers.get("running_mean") is not None
         if not tracks or _runs_again_for_backward():
             return None
         if self.momentum is not None:

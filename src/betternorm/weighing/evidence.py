@@ -14,7 +14,7 @@ from betternorm.weighing.metrics import Metric, weighted_mean
 Average = Callable[[Tensor, Tensor], Tensor]  # of values and counts, over the last dimension
 
 RESAMPLES = 1000
-ENOUGH_TO_JUDGE = 50  # different examples, or batches where a metric has one number a batch
+ENOUGH_TO_JUDGE = 50  # different examples, or batches where a metric has one number per batch
 _NUMBERS_AT_ONCE = 1 << 23
 
 
