@@ -1,13 +1,18 @@
 # Everything a contributor runs. The environment is made once, and again when what it is made of changes.
 PYTHON ?= python3
 BIN := .venv/bin
+DEMO := .venv/.demo
 READY := .venv/.ready
 BROWSER := .venv/.browser
 
+KERNELS := $(wildcard src/betternorm/backends/cpu/*.cpp src/betternorm/backends/cpu/*.h)
+PIP := $(BIN)/pip install --constraint constraints.txt
+STEP := $(PYTHON) tools/step.py
+
 .PHONY: demo test test-slow bench zoo docs format clean
 
-demo: $(READY)
-	$(BIN)/betternorm demo --output build/demo
+demo: $(DEMO)
+	@$(BIN)/betternorm demo --output build/demo
 
 test: $(READY)
 	$(BIN)/ruff check .
@@ -37,16 +42,23 @@ format: $(READY)
 clean:
 	rm -rf .venv build dist site .mypy_cache .pytest_cache .ruff_cache
 
-# Without build isolation: a build environment of its own would fetch a second torch.
-$(READY): pyproject.toml constraints.txt hatch_build.py $(wildcard src/betternorm/backends/cpu/*.cpp src/betternorm/backends/cpu/*.h)
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --constraint constraints.txt hatchling editables
-	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
-	touch $@
+# Without build isolation: a build environment of its own would fetch a second torch. torch comes first, because the
+# kernels are compiled against its headers.
+$(DEMO): pyproject.toml constraints.txt hatch_build.py $(KERNELS)
+	@echo 'setting up, once: an environment in .venv'
+	@$(PYTHON) -m venv .venv
+	@$(STEP) 'installing torch' $(PIP) torch numpy hatchling editables
+	@$(STEP) 'installing betternorm and compiling its kernels' $(PIP) --no-build-isolation --editable '.[demo]'
+	@$(BIN)/python -c 'from betternorm import backends; print(backends.status())'
+	@touch $@
+
+$(READY): $(DEMO)
+	@$(STEP) 'installing what the tests use' $(PIP) --no-build-isolation --editable '.[dev]'
+	@touch $@
 
 # A real browser for the slow tests. Where the system's package cannot be installed, they say so and are skipped.
 $(BROWSER): $(READY)
-	$(BIN)/pip install --quiet --constraint constraints.txt playwright axe-playwright-python
+	$(PIP) --quiet playwright axe-playwright-python
 	command -v chromium >/dev/null || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium; } || \
 		echo 'chromium is missing and apt-get cannot install it: the browser tests will be skipped' >&2
 	touch $@

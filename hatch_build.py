@@ -30,9 +30,13 @@ X86_LEVELS = {"kernels_v2": "-march=x86-64-v2", "kernels_v3": "-march=x86-64-v3"
 
 def build() -> str | None:
     """Compile into the source tree. Returns why it could not be done."""
-    LIBRARY.unlink(missing_ok=True)
     if os.environ.get("BETTERNORM_BUILD") == "pure":
+        LIBRARY.unlink(missing_ok=True)
         return "BETTERNORM_BUILD=pure"
+    made_of = (Path(__file__), *SOURCES.glob("*.cpp"), *SOURCES.glob("*.h"))
+    if LIBRARY.exists() and LIBRARY.stat().st_mtime >= max(path.stat().st_mtime for path in made_of):
+        return None
+    LIBRARY.unlink(missing_ok=True)
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if not compiler or sys.platform == "win32":
         return "no C++ compiler (c++, g++ or clang++) found"
@@ -58,7 +62,7 @@ def _compile(compiler: list[str], torch: Path) -> None:
         objects = {str(Path(folder, f"{name}.o")): [*ARITHMETIC, march, f"-DBETTERNORM_TABLE={name}",
                    str(SOURCES / "kernels.cpp")] for name, march in levels.items()}  # fmt: skip
         objects[str(Path(folder, "operators.o"))] = [
-            "-O2",
+            "-O3",
             STABLE_ABI,
             f"-I{torch / 'include'}",
             str(SOURCES / "operators.cpp"),

@@ -28,6 +28,7 @@ def main() -> None:
     parser.add_argument(
         "--clock", choices=CLOCKS, default="wall", help="processor: for a busy machine, with one thread"
     )
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (cpu)")
     parser.add_argument("--json", type=Path, default=Path("benchmarks.json"), help="default: benchmarks.json")
     arguments = parser.parse_args()
     if arguments.rounds < 20:
@@ -45,12 +46,12 @@ def main() -> None:
         "threads": arguments.threads,
         "rounds": arguments.rounds,
         "clock": arguments.clock,
-        "kernel": backends.status(),
+        "kernels": backends.status(),
         "load": round(os.getloadavg()[0], 1),  # of the machine, by whatever else it does
     }
     found: list[Row] = []
     for name in arguments.only:
-        for row in SECTIONS[name](arguments.rounds, arguments.clock):
+        for row in SECTIONS[name](arguments.rounds, arguments.clock, arguments.device):
             found.append(row)
             print(f"{row['section']}: {row['layout']} {row['case']} {row['variant']}", file=sys.stderr)
             arguments.json.write_text(json.dumps({"machine": machine, "rows": found}, indent=1) + "\n")

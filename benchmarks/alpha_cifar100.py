@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
     parser.add_argument("--work", type=Path, default=Path("/tmp/alpha-cifar100"), help="where unfinished work is kept")
     parser.add_argument("--depths", type=int, nargs="+", default=list(DEPTHS))
-    parser.add_argument("--per-layer", type=int, nargs="*", default=[], help="depths to fit one alpha a layer on")
+    parser.add_argument("--per-layer", type=int, nargs="*", default=[], help="depths to fit one alpha per layer on")
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -227,12 +227,12 @@ def page(results: list[dict[str, Any]]) -> str:
     if layered:
         lines += [
             "",
-            "## One alpha a layer",
+            "## One alpha per layer",
             "",
             "Fitted on the tuning half; cross-entropy on the other half, and the change by folds against one alpha for",
             "all, by which it is kept or not.",
             "",
-            "| network | as trained | one alpha | alpha a layer | folds: change against one alpha | kept |",
+            "| network | as trained | one alpha | alpha per layer | folds: change against one alpha | kept |",
             "| --- | --- | --- | --- | --- | --- |",
         ]
     for result in layered:

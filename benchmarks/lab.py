@@ -64,7 +64,7 @@ def main() -> None:
         lines = [
             [name, round(1e3 * images.get(name, BATCH * BATCHES) / ratio.milliseconds)] for name, ratio in found.items()
         ]
-        print(table([f"{clock} time", "images a second"], lines), end="\n\n")
+        print(table([f"{clock} time", "images per second"], lines), end="\n\n")
     training_time = steps["training, betternorm"].milliseconds / STEPS
     share = saving / (len(cifar.train) / BATCH * training_time / 1e3)
     ahead = training_time / (steps["input pipeline"].milliseconds / BATCHES)

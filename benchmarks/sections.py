@@ -1,4 +1,4 @@
-"""What is measured: single layers in training, eager and compiled, the memory they keep, and a whole network."""
+"""What is measured: single layers in training, in float32 and bfloat16, eager and compiled, and a whole network."""
 
 from __future__ import annotations
 
@@ -37,11 +37,15 @@ def layers(channels: int, peer_sizes: tuple[int, ...]) -> dict[str, nn.Module]:
     return found
 
 
-def cases(peer_sizes: tuple[int, ...]) -> Iterator[tuple[str, str, dict[str, nn.Module], Tensor]]:
+def cases(
+    peer_sizes: tuple[int, ...], device: str, dtype: torch.dtype = torch.float32
+) -> Iterator[tuple[str, str, dict[str, nn.Module], Tensor]]:
+    """Layers have float32 parameters, as in mixed precision; the input is of the type."""
     for layout, memory_format in LAYOUTS.items():
         for shape in SHAPES:
-            x = torch.randn(shape).contiguous(memory_format=memory_format).requires_grad_()
-            yield layout, "x".join(map(str, shape)), layers(shape[1], peer_sizes), x
+            x = torch.randn(shape, device=device).to(dtype).contiguous(memory_format=memory_format).requires_grad_()
+            found = {name: layer.to(device) for name, layer in layers(shape[1], peer_sizes).items()}
+            yield layout, "x".join(map(str, shape)), found, x
 
 
 def training(module: Callable[[Tensor], Tensor], x: Tensor, parameters: list[nn.Parameter]) -> Callable[[], object]:
@@ -50,15 +54,52 @@ def training(module: Callable[[Tensor], Tensor], x: Tensor, parameters: list[nn.
     return lambda: torch.autograd.grad(module(x), (x, *parameters), dy)
 
 
-def eager(rounds: int, clock: str) -> Iterator[Row]:
-    for layout, shape, variants, x in cases(GHOST_SIZES):
+def eager(rounds: int, clock: str, device: str) -> Iterator[Row]:
+    for layout, shape, variants, x in cases(GHOST_SIZES, device):
         steps = {name: training(layer, x, list(layer.parameters())) for name, layer in variants.items()}
         yield from rows(compare(steps, rounds, clock), section="eager", layout=layout, case=shape)
 
 
-def compiled(rounds: int, clock: str) -> Iterator[Row]:
+def half(rounds: int, clock: str, device: str) -> Iterator[Row]:
+    """What a norm layer sees under autocast: activations in bfloat16, parameters in float32."""
+    for layout, shape, variants, x in cases(GHOST_SIZES, device, torch.bfloat16):
+        steps = {
+            name: under_autocast(training(layer, x, list(layer.parameters())), device)
+            for name, layer in variants.items()
+        }
+        yield from rows(compare(steps, rounds, clock), section="bfloat16 under autocast", layout=layout, case=shape)
+
+
+def under_autocast(step: Callable[[], object], device: str) -> Callable[[], object]:
+    def run() -> object:
+        with torch.autocast(device, torch.bfloat16):
+            return step()
+
+    return run
+
+
+def call(rounds: int, clock: str, device: str) -> Iterator[Row]:
+    """A tiny input, forward and backward: what is left is the way from Python and back. A hundred calls a turn."""
+    shape = (2, 8, 4, 4)
+    x = torch.randn(shape, device=device).requires_grad_()
+    variants = {"nn.BatchNorm2d": nn.BatchNorm2d(8), "GhostBatchNorm(16)": GhostBatchNorm(8, 16)}
+    steps = {
+        name: repeated(training(layer.to(device), x, list(layer.parameters()))) for name, layer in variants.items()
+    }
+    yield from rows(compare(steps, rounds, clock), section="call", layout="contiguous", case="x".join(map(str, shape)))
+
+
+def repeated(step: Callable[[], object]) -> Callable[[], object]:
+    def run() -> None:
+        for _ in range(100):
+            step()
+
+    return run
+
+
+def compiled(rounds: int, clock: str, device: str) -> Iterator[Row]:
     # The 64 chunks of ghost size 2 would take longer to compile than all the rest.
-    for layout, shape, variants, x in cases((GHOST_SIZES[0],)):
+    for layout, shape, variants, x in cases((GHOST_SIZES[0],), device):
         torch.compiler.reset()
         steps = {
             name: training(torch.compile(layer, dynamic=False), x, list(layer.parameters()))
@@ -67,9 +108,9 @@ def compiled(rounds: int, clock: str) -> Iterator[Row]:
         yield from rows(compare(steps, rounds, clock), section="compiled", layout=layout, case=shape)
 
 
-def memory(rounds: int, clock: str) -> Iterator[Row]:
+def memory(rounds: int, clock: str, device: str) -> Iterator[Row]:
     del rounds, clock  # the same every time
-    for layout, shape, variants, x in cases(GHOST_SIZES):
+    for layout, shape, variants, x in cases(GHOST_SIZES, device):
         bytes_of = {name: saved_bytes(layer, x) for name, layer in variants.items()}
         baseline = bytes_of["nn.BatchNorm2d"]
         for name, size in bytes_of.items():
@@ -83,7 +124,7 @@ def memory(rounds: int, clock: str) -> Iterator[Row]:
             }
 
 
-def network(rounds: int, clock: str) -> Iterator[Row]:
+def network(rounds: int, clock: str, device: str) -> Iterator[Row]:
     from betternorm.integrations import torchvision
 
     torchvision.ready()
@@ -98,11 +139,11 @@ def network(rounds: int, clock: str) -> Iterator[Row]:
             layer.alpha = 0.1
     for way in ("eager", "compiled"):
         for layout, memory_format in LAYOUTS.items():
-            images = torch.randn(IMAGES).contiguous(memory_format=memory_format)
+            images = torch.randn(IMAGES, device=device).contiguous(memory_format=memory_format)
             torch.compiler.reset()
 
             def prepared(model: nn.Module, mode: bool, way: str = way, layout: Any = memory_format) -> nn.Module:
-                model = copy.deepcopy(model).to(memory_format=layout).train(mode)
+                model = copy.deepcopy(model).to(device, memory_format=layout).train(mode)
                 return model if way == "eager" else torch.compile(model, dynamic=False)
 
             trained = {"untouched": untouched, "GhostBatchNorm": ghost}
@@ -119,7 +160,7 @@ def network(rounds: int, clock: str) -> Iterator[Row]:
 
 
 def training_step(model: nn.Module, images: Tensor) -> Callable[[], object]:
-    labels = torch.arange(images.shape[0])
+    labels = torch.arange(images.shape[0], device=images.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
 
     def step() -> None:
@@ -143,4 +184,11 @@ def rows(measured: dict[str, Ratio], **where: str) -> Iterator[Row]:
         yield where | {"variant": name} | vars(ratio)
 
 
-SECTIONS = {"eager": eager, "compiled": compiled, "memory": memory, "network": network}
+SECTIONS = {
+    "eager": eager,
+    "half": half,
+    "call": call,
+    "compiled": compiled,
+    "memory": memory,
+    "network": network,
+}

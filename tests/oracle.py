@@ -48,6 +48,29 @@ def infer(
     return y * gamma + beta
 
 
+def infer_with_gradient(
+    x: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    alpha: float,
+    channels_per_group: int,
+    eps: float,
+) -> Tensor:
+    """:func:`infer` in float64 and left to autograd, moments about zero as there."""
+    space = tuple(range(2, x.dim()))
+    x = x.double()
+    first = (1 - alpha) * running_mean + alpha * (x.mean(space) if space else x)
+    second = (1 - alpha) * (running_var + running_mean**2) + alpha * (x.square().mean(space) if space else x.square())
+    shape = (x.shape[0], -1, channels_per_group)
+    mean, square = (table.reshape(shape).mean(2).repeat_interleave(channels_per_group, 1) for table in (first, second))
+    spread = (..., *(None,) * len(space))
+    y = (x - mean[spread]) / torch.sqrt(square - mean**2 + eps)[spread]
+    y = y if weight is None else y * weight[spread]
+    return y if bias is None else y + bias[spread]
+
+
 def over_channel_groups(table: np.ndarray, channels_per_group: int) -> np.ndarray:
     grouped = table.reshape(table.shape[0], -1, channels_per_group)
     return np.repeat(grouped.mean(2), channels_per_group, 1)

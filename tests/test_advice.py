@@ -119,7 +119,7 @@ def test_upgrade_applies_the_advice_and_can_be_undone(
 
 
 def test_upgrade_takes_a_number_of_groups_that_suits_every_layer() -> None:
-    """24 divides 72 and 48; a layer with 16 channels gets one channel a group."""
+    """24 divides 72 and 48; a layer with 16 channels gets one channel per group."""
     net = upgrade(small_net(72, 48, 16), 2, verbose=False)
     assert [net[i].channels_per_group for i in (1, 4, 7)] == [3, 2, 1]
 
@@ -211,6 +211,20 @@ def test_scores_may_be_numbers_tensors_or_lists(score: Any) -> None:
     assert tune_ghost_size(lambda size: score, 8, ghost_sizes=[4]).score == 0.5
 
 
+class FrozenBatchNorm2d(nn.Module):
+    """torchvision's, as far as it is recognised."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("running_var", torch.ones(4))
+
+
+class FrozenNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = FrozenBatchNorm2d()
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -219,6 +233,7 @@ def test_scores_may_be_numbers_tensors_or_lists(score: Any) -> None:
         (lambda: advise(2.5), "batch_size is 2.5"),
         (lambda: upgrade(small_net(8), 0), "batch_size is 0"),
         (lambda: upgrade(nn.Linear(2, 2), 8), "Linear has no norm layers"),
+        (lambda: upgrade(FrozenNet(), 8), r"norm layers of FrozenNet are frozen .*convert\(model, 'weighed'\)"),
         (lambda: tune_ghost_size(peak_at(4), 2), "batch_size is 2; ghost batch norm is for batches of 4 and more"),
         (lambda: tune_ghost_size(peak_at(4), 8, ghost_sizes=[4, 16]), r"ghost_sizes has \[16\]"),
         (lambda: tune_ghost_size(peak_at(4), 8, ghost_sizes=[]), "ghost_sizes has no size"),

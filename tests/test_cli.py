@@ -18,8 +18,7 @@ from pathlib import Path
 import pytest
 
 from betternorm import cli
-from betternorm.cli import BAD_INPUT, COMMANDS, INTERRUPTED, OK, build_parser, main
-from betternorm.commands.completion import _subparser
+from betternorm.cli import BAD_INPUT, COMMANDS, INTERRUPTED, OK, build_parser, command_parser, main
 from betternorm.display import terminal
 from betternorm.errors import UserError
 
@@ -56,24 +55,50 @@ def test_help_fits_a_screen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("name", COMMANDS)
+def test_help_of_each_command_fits_a_screen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    parser = command_parser(name)
+    lines = parser.format_help().splitlines()
+    assert len(lines) <= 50
+    assert len(parser.format_usage().splitlines()) == 1
+    if name != "tune":
+        assert max(map(len, lines)) <= 80
+    everything = parser.format_help(everything=True)
+    for action in parser.options:
+        assert action.help == argparse.SUPPRESS or all(word in everything for word in action.option_strings)
+
+
+def test_what_help_leaves_out_is_in_help_all(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = []
+    for word in ("--help", "--help-all"):
+        with pytest.raises(SystemExit) as ended:
+            main(["train", word])
+        assert ended.value.code == OK
+        shown.append(capsys.readouterr().out)
+    assert "--channels-last" not in shown[0]
+    assert "--channels-last" in shown[1]
+    assert "--norm-decay" in shown[0]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
 def test_each_command_has_examples_and_the_common_options(name: str) -> None:
-    parser = _subparser(name)
+    parser = command_parser(name)
     assert parser.epilog is not None
     assert re.search(rf"examples?:\n +.*betternorm(\.cli)? {name}", parser.epilog)
-    options = {word for action in parser._actions for word in action.option_strings}
+    options = {word for action in parser.options for word in action.option_strings}
     if name != "completion":
         assert "--quiet" in options
     if name not in WITHOUT_JSON:
         assert "--json" in options
     assert not [word for word in options if "_" in word]
-    for action in parser._actions:
+    for action in parser.options:
         assert action.help, f"{name} does not explain {action.option_strings or action.dest}"
 
 
 def test_options_mean_the_same_everywhere() -> None:
     kinds: dict[str, set[object]] = {}
     for name in COMMANDS:
-        for action in _subparser(name)._actions:
+        for action in command_parser(name).options:
             for word in action.option_strings:
                 kinds.setdefault(word, set()).add(isinstance(action, argparse._StoreTrueAction))
     assert [word for word, kind in kinds.items() if len(kind) > 1] == []

@@ -31,6 +31,10 @@ CASES = {
     "renorm": ((4, 3), lambda **options: BatchRenorm(6, warmup_steps=0, r_steps=1, d_steps=1, **options)),
 }
 STEPS = 2
+UNLIKE_SIZES = {
+    "unlike sizes": lambda **options: GroupedBatchNorm(6, **options),
+    "unlike sizes, channel groups": lambda **options: GroupedBatchNorm(6, 2, **options),
+}
 
 
 def data(sizes: tuple[int, int], shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -38,6 +42,12 @@ def data(sizes: tuple[int, int], shape: tuple[int, ...]) -> tuple[Tensor, Tensor
     whole = (STEPS, sum(sizes), *shape)
     offset = torch.arange(sum(sizes)).view(-1, *(1,) * len(shape)) / 3  # unlike examples: a wrong grouping shows
     return torch.randn(whole, generator=draw) + offset, torch.randn(whole, generator=draw)
+
+
+def images_of_unlike_sizes() -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(2)
+    shapes = ((4, 6, 3, 3), (2, 6, 5, 7))
+    return [(torch.randn(s, generator=draw) + s[0], torch.randn(s, generator=draw)) for s in shapes]
 
 
 def train(layer: nn.Module, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
@@ -74,10 +84,23 @@ def work(rank: int, folder: str) -> None:
     layer = GhostBatchNorm(6, 4, alpha=0.3, process_group=dist.group.WORLD).eval()
     if rank == 0:  # inference needs no other process
         found["inference"] = {"y": layer(x).detach(), "wanted": GhostBatchNorm(6, 4, alpha=0.3).eval()(x).detach()}
+    for case, make in UNLIKE_SIZES.items():
+        x, dy = images_of_unlike_sizes()[rank]
+        found[case] = train(make(process_group=dist.group.WORLD), x[None], dy[None])
+
+    x, dy = data((5, 1), (6, 3, 3))
+    x, dy = (x[:, :5], dy[:, :5]) if rank == 0 else (x[:, :0], dy[:, :0])
+    net = nn.Sequential(nn.Conv2d(6, 6, 1), GhostBatchNorm(6, 3, process_group=dist.group.WORLD))
+    net.load_state_dict(fixed_network().state_dict())
+    found["an empty batch"] = train(nn.parallel.DistributedDataParallel(net), x, dy)
+    try:
+        GhostBatchNorm(6, 3, process_group=dist.group.WORLD)(torch.randn(0, 6))
+    except ValueError as error:
+        found["all empty"] = str(error)
     try:
         GhostBatchNorm(6, 1, process_group=dist.group.WORLD)(torch.randn(3, 6))
     except ValueError as error:
-        found["one value a group"] = str(error)
+        found["one value per group"] = str(error)
     torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
@@ -96,6 +119,37 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 
 def close(actual: Tensor, expected: Tensor, name: str) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5, msg=lambda text: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("case", UNLIKE_SIZES)
+def test_images_of_unlike_sizes_weigh_by_their_values(case, found) -> None:
+    """As in SyncBatchNorm: all values of a channel side by side are one batch."""
+    parts = images_of_unlike_sizes()
+    x, dy = (torch.cat([t[i].transpose(0, 1).flatten(1) for t in parts], 1)[None, None] for i in range(2))
+    wanted = train(UNLIKE_SIZES[case](), x, dy)
+    for name in ("y", "dx"):
+        flat = torch.cat([results[case][name].transpose(0, 1).flatten(1) for results in found], 1)
+        close(flat[None], wanted[name], name)
+    for name in ("running_mean", "running_var"):
+        for results in found:
+            close(results[case][name], wanted[name], name)
+
+
+def test_a_process_with_an_empty_batch_keeps_up_with_the_others(found) -> None:
+    net = fixed_network()
+    net[1].examples_per_group = 3
+    x, dy = (t[:, :5] for t in data((5, 1), (6, 3, 3)))
+    wanted = train(net, x, dy)
+    first, second = (results["an empty batch"] for results in found)
+    close(first["y"], wanted["y"], "y")
+    assert second["y"].shape == (0, 6, 3, 3)
+    for name, value in wanted.items():
+        if name.startswith("gradient"):
+            for results in (first, second):
+                close(results[name.replace("of ", "of module.")], value / 2, name)  # DDP's mean over two
+        elif name not in ("y", "dx"):
+            close(second[f"module.{name}"], value, name)
+    assert all("all empty" in results and "empty" in results["all empty"] for results in found)
 
 
 @pytest.mark.parametrize("kind", SHAPES)
@@ -136,7 +190,7 @@ def test_inference_does_not_wait_for_the_others(found) -> None:
 
 def test_one_value_a_group_is_the_error_of_torch_in_all_processes(found) -> None:
     for results in found:
-        assert results["one value a group"].startswith("Expected more than 1 value per channel when training")
+        assert results["one value per group"].startswith("Expected more than 1 value per channel when training")
 
 
 def test_a_group_of_one_process_is_that_process(tmp_path) -> None:

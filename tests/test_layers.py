@@ -494,7 +494,7 @@ def test_the_documented_defaults() -> None:
     assert (GhostBatchNorm(8).channels_per_group, GhostBatchNorm(8).examples_per_group) == (1, 16)
     assert BatchGroupNorm(4, 8).num_groups == 4
     assert (BatchGroupNorm(4, 8).channels_per_group, BatchGroupNorm(4, 8).examples_per_group) == (2, 2)
-    assert BatchGroupNorm(32, 8).channels_per_group == 1, "more groups than channels is one channel a group"
+    assert BatchGroupNorm(32, 8).channels_per_group == 1, "more groups than channels is one channel per group"
     assert (GroupedBatchNorm(8).channels_per_group, GroupedBatchNorm(8).examples_per_group) == (1, None)
     assert GroupedBatchNorm(8).alpha == 0.0
 
@@ -571,3 +571,93 @@ def test_renorm_holds_r_and_d_constant_in_the_gradient() -> None:
     expected = torch.autograd.grad(wanted, (x, layer.weight, layer.bias), dy)
     for found, other in zip(torch.autograd.grad(layer(x), (x, layer.weight, layer.bias), dy), expected, strict=True):
         close(found, other, 1e-10)
+
+
+# ---- as torch's own layer would ----
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", ["weight", "bias", "running_mean", "running_var"])
+@pytest.mark.parametrize("size", [1, 3, 5])
+def test_a_vector_of_another_length_is_an_error(name, size, training) -> None:
+    for layer in (GhostBatchNorm(4, 2, alpha=0.3), nn.BatchNorm2d(4)):
+        vector = torch.ones(size)
+        setattr(layer, name, nn.Parameter(vector) if name in ("weight", "bias") else vector)
+        before = vector.clone()
+        with pytest.raises((ValueError, RuntimeError), match=r"channels|elements|size of tensor|broadcast"):
+            layer.train(training)(torch.randn(4, 4, 3, 3))
+        assert torch.equal(vector, before)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("training", [True, False])
+def test_a_weight_on_another_device_is_an_error(training) -> None:
+    layer = GhostBatchNorm(4, 2, alpha=0.3).train(training)
+    layer.weight = nn.Parameter(torch.ones(4, device="meta"))
+    with pytest.raises(RuntimeError, match="meta"):
+        layer(torch.randn(4, 4, 3, 3))
+
+
+@every_layer
+def test_track_running_stats_stops_the_averages(kind) -> None:
+    layer = LAYERS[kind]()
+    wanted = layer(torch.randn(6, 6, 3, 3, generator=torch.Generator().manual_seed(1)))
+    state = {name: value.clone() for name, value in layer.state_dict().items()}
+    layer.track_running_stats = False
+    for _ in range(2):
+        found = layer(torch.randn(6, 6, 3, 3, generator=torch.Generator().manual_seed(1)))
+    if kind != "renorm":  # which corrects toward the averages
+        torch.testing.assert_close(found, wanted)
+    for name, value in layer.state_dict().items():
+        assert torch.equal(value, state[name]), name
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_without_a_count_the_averages_move_as_in_torch(momentum) -> None:
+    ours, theirs = GroupedBatchNorm(4, momentum=momentum), nn.BatchNorm2d(4, momentum=momentum)
+    x = torch.randn(6, 4, 3, 3) + 1
+    for layer in (ours, theirs):
+        layer.num_batches_tracked = None
+        layer(x)
+    torch.testing.assert_close(ours.running_mean, theirs.running_mean)
+    assert ours.num_batches_tracked is None
+    renorm = BatchRenorm(4)
+    renorm.num_batches_tracked = None
+    with pytest.raises(ValueError, match="num_batches_tracked=None"):
+        renorm(x)
+
+
+@every_layer
+def test_it_is_a_batch_norm_to_whoever_asks(kind) -> None:
+    layer = LAYERS[kind]()
+    for theirs in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.modules.batchnorm._BatchNorm):
+        assert isinstance(layer, theirs)
+    layer.qconfig = "anything"
+    assert layer.qconfig == "anything"
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("offset", [0.0, 1e4])
+def test_gradients_of_groups_of_two_values_are_as_exact_as_torchs(offset) -> None:
+    x, dy = torch.randn(4, 8, 1) + offset, torch.randn(4, 8, 1)
+
+    def gradient(run, dtype=torch.float32):
+        leaf = x.to(dtype).requires_grad_()
+        run(leaf).backward(dy.to(dtype))
+        return leaf.grad.double()
+
+    exact = gradient(lambda x: oracle.normalise(x, None, None, 1, [2, 2]), torch.float64)
+    ours = (gradient(GhostBatchNorm(8, 2, affine=False)) - exact).abs().max()
+    torchs = gradient(lambda x: torch.cat([F.batch_norm(part, None, None, training=True) for part in x.split(2)]))
+    assert ours <= 2 * (torchs - exact).abs().max() + 1e-6
+
+
+def test_a_layer_pickled_by_version_0_1_has_its_alpha() -> None:
+    layer = GhostBatchNorm(4, 2, alpha=0.3)
+    state = dict(vars(layer))
+    state["_buffers"] = {("_alpha" if name == "alpha" else name): value for name, value in layer._buffers.items()}
+    older = GhostBatchNorm.__new__(GhostBatchNorm)
+    older.__setstate__(state)
+    assert older.alpha == 0.3
+    assert list(older.state_dict()) == list(layer.state_dict())

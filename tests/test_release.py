@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import email
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -19,6 +20,9 @@ import betternorm
 ROOT = Path(__file__).parents[1]
 
 pytestmark = pytest.mark.slow
+needs_compiler = pytest.mark.skipif(
+    not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")), reason="there is no C++ compiler"
+)
 
 
 @pytest.fixture(scope="module")
@@ -87,16 +91,56 @@ def test_the_wheel_requires_torch_alone(wheel: Path) -> None:
     required = [line for line in described.get_all("Requires-Dist", []) if "extra ==" not in line]
     assert [line.split(">")[0] for line in required] == ["torch"]
     assert described["Version"] == betternorm.__version__
-    assert {"betternorm/py.typed", "betternorm/kernel.c", "betternorm/lab/report/page.css"} <= set(names)
+    assert {"betternorm/py.typed", "betternorm/lab/report/page.css"} <= set(names)
     assert not [name for name in names if name.startswith(("tests", "docs", "benchmarks"))]
+    assert not [name for name in names if name.endswith((".cpp", ".h"))]
 
 
 def test_the_sdist_has_what_the_wheel_is_built_from_and_tested_with(built: Path) -> None:
     (found,) = built.glob("*.tar.gz")
     with tarfile.open(found) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "src/betternorm/kernel.c"} <= names
+    assert {
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        "CHANGELOG.md",
+        "src/betternorm/backends/cpu/kernels.cpp",
+        "hatch_build.py",
+    } <= names
     assert {"tests/test_layers.py", "docs/index.md", "constraints.txt", "Makefile"} <= names
+
+
+@needs_compiler
+def test_the_wheel_has_the_kernels_and_serves_them_where_there_is_no_compiler(wheel: Path, empty: Path) -> None:
+    assert "py3-none-" in wheel.name
+    assert "none-any" not in wheel.name
+    script = (
+        "import torch, betternorm\nfrom betternorm import backends\n"
+        "layer = betternorm.GhostBatchNorm(8, 4)\n"
+        "layer(torch.randn(8, 8, 4, 4, requires_grad=True)).sum().backward()\n"
+        "print(backends.status().split(';')[0])\n"
+    )
+    clean = {"PATH": str(empty.parent)}
+    found = subprocess.run([str(empty), "-W", "ignore", "-c", script], capture_output=True, text=True, env=clean)
+    assert found.stdout == "CPU: compiled kernels\n", found.stderr
+
+
+def test_an_sdist_without_a_compiler_becomes_the_pure_package(built: Path, tmp_path: Path) -> None:
+    (archive,) = built.glob("*.tar.gz")
+    with tarfile.open(archive) as files:
+        files.extractall(tmp_path, filter="data")
+    (source,) = tmp_path.iterdir()
+    found = subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path / "dist"), str(source)],
+        capture_output=True,
+        text=True,
+        env={"PATH": "/nowhere", "HOME": str(tmp_path)},
+    )
+    assert found.returncode == 0, found.stderr
+    assert "built without compiled kernels: no C++ compiler" in found.stdout + found.stderr
+    (pure,) = (tmp_path / "dist").glob("*.whl")
+    assert pure.name.endswith("py3-none-any.whl")
 
 
 def test_import_with_torch_only(empty: Path) -> None:

@@ -7,7 +7,18 @@ import pytest
 import torch
 from torch import nn
 
-from betternorm import BatchGroupNorm, BatchRenorm, GhostBatchNorm, GroupedBatchNorm, changes, convert, revert
+from betternorm import (
+    BatchGroupNorm,
+    BatchRenorm,
+    GhostBatchNorm,
+    GroupedBatchNorm,
+    changes,
+    convert,
+    get_alpha,
+    revert,
+    set_alpha,
+    upgrade,
+)
 
 
 def small_network(norm=nn.BatchNorm2d) -> nn.Module:
@@ -259,6 +270,14 @@ class TestOtherLibraries:
         assert (layer.train()(x) >= -0.3).all()  # the least value of SiLU is -0.278
         assert torch.equal(revert(layer).eval()(x.clone()).sign(), norm.eval()(x).sign())
 
+    def test_timm_frozen_batch_norm_keeps_its_activation(self):
+        timm_layers = pytest.importorskip("timm.layers")
+        norm = with_history(timm_layers.FrozenBatchNormAct2d(6))
+        x = torch.randn(3, 6, 5, 5)
+        before = norm(x)
+        assert (before >= 0).all()
+        torch.testing.assert_close(convert(norm, "weighed")(x), before, atol=1e-5, rtol=1e-5)
+
     def test_timm_group_norm_with_activation(self):
         timm_layers = pytest.importorskip("timm.layers")
         norm = with_history(timm_layers.GroupNormAct(6, num_groups=3))
@@ -338,7 +357,7 @@ class TestRefusals:
         assert message in str(caught.value)
         assert not changes(model)
         assert list(model.state_dict()) == state
-        assert all("_alpha" not in module._buffers for module in model.modules())
+        assert all("alpha" not in module._buffers for module in model.modules())
 
     def test_more_groups_than_channels_is_one_channel_a_group(self):
         assert convert(nn.BatchNorm2d(12), "group", num_groups=32).channels_per_group == 1
@@ -365,6 +384,84 @@ class TestRefusals:
                     surgery()
         finally:
             torch.distributed.destroy_process_group()
+
+
+class TestWhatAConvertedLayerKeeps:
+    @pytest.mark.parametrize(
+        ("norm", "wrong"),
+        [
+            (nn.BatchNorm1d(4), (4, 4, 4, 4)),
+            (nn.BatchNorm2d(4), (4, 4, 4)),
+            (nn.BatchNorm3d(4), (4, 4, 4, 4)),
+            (nn.InstanceNorm2d(4), (4, 4)),
+        ],
+    )
+    def test_inputs_that_the_original_refuses(self, norm, wrong):
+        x = torch.randn(wrong)
+        with pytest.raises(ValueError, match=f"{len(wrong)}D input"):
+            norm(x)
+        with pytest.raises(ValueError, match=f"got {len(wrong)}D input"):
+            convert(norm, "weighed")(x)
+
+    @pytest.mark.parametrize(
+        ("norm", "shape"),
+        [(nn.InstanceNorm1d(4), (4, 4)), (nn.InstanceNorm2d(4), (4, 4, 5)), (nn.InstanceNorm3d(4), (4, 4, 5, 3))],
+    )
+    def test_an_example_without_a_batch(self, norm, shape):
+        x = torch.randn(shape)
+        before = norm(x)
+        layer = convert(norm, "weighed")
+        for mode in (True, False):
+            torch.testing.assert_close(layer.train(mode)(x), before, atol=1e-5, rtol=1e-5)
+
+    def test_frozen_averages_stay_frozen(self):
+        norm = nn.BatchNorm2d(4)
+        norm.track_running_stats = False
+        layer = convert(norm, "ghost", ghost_size=2)
+        layer(torch.randn(4, 4, 3, 3))
+        assert torch.equal(layer.running_mean, torch.zeros(4))
+        layer.track_running_stats = True
+        assert revert(layer).track_running_stats
+
+    def test_children_that_nobody_asked_for_are_not_called(self):
+        layer = convert(nn.BatchNorm2d(4), "ghost", ghost_size=2)
+        layer.probe = nn.Linear(1, 1)
+        assert layer(torch.randn(4, 4, 3, 3)).shape == (4, 4, 3, 3)
+
+    def test_buffers_that_others_add_survive_reverting(self):
+        layer = convert(nn.GroupNorm(2, 4), "weighed")
+        layer.register_buffer("mask", torch.ones(4))
+        layer.register_buffer("hidden", torch.ones(4), persistent=False)
+        origin = revert(layer)
+        assert list(origin.state_dict()) == ["weight", "bias", "mask"]
+        assert torch.equal(origin.hidden, torch.ones(4))
+
+
+class TestWeightsOfBatchNorm:
+    """A network that trains on each example by itself stands at alpha 1, whatever is loaded into it."""
+
+    @pytest.mark.parametrize(
+        "prepare", [lambda m: convert(m, "group", num_groups=4), lambda m: upgrade(m, 1, verbose=False)]
+    )
+    def test_group_norm_keeps_its_alpha(self, prepare):
+        model = prepare(small_network())
+        model.load_state_dict(small_network().state_dict())
+        assert [model[1].alpha, model[3][1].alpha] == [1, 1]
+
+    def test_the_others_have_none(self):
+        model = convert(small_network(), "ghost")
+        set_alpha(model, 0.3)
+        model.load_state_dict(small_network().state_dict())
+        assert get_alpha(model) == 0
+
+    @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
+    @pytest.mark.parametrize("to", ["group", "ghost"])
+    def test_a_checkpoint_of_the_same_network_brings_its_own(self, to, alpha):
+        model, other = (convert(small_network(), to) for _ in range(2))
+        set_alpha(model, alpha)
+        set_alpha(other, 0.7)
+        other.load_state_dict(model.state_dict())
+        assert get_alpha(other) == alpha
 
 
 def test_the_table_of_changes_names_every_layer(capsys):

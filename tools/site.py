@@ -37,7 +37,7 @@ SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "Swapping layers": {"surgery": ("convert", "revert", "changes")},
     "Layers": {"layers": ("GroupedBatchNorm", "GhostBatchNorm", "BatchGroupNorm", "BatchRenorm")},
     "On tensors": {
-        "functional": ("grouped_batch_norm", "weighed_batch_norm", "update_moving_averages"),
+        "functional": ("grouped_batch_norm", "weighed_batch_norm"),
     },
     "Integrations": {
         "integrations/lightning": ("BetterNorm",),
@@ -56,7 +56,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages = {
         "reference.md": reference(),
         "command-line.md": command_line(),
-        "changelog.md": (ROOT / "CHANGELOG.md").read_text(),
+        "changelog.md": (ROOT / "CHANGELOG.md").read_text().replace("](docs/", "]("),
         "contributing.md": (ROOT / "CONTRIBUTING.md").read_text().replace("](docs/", "]("),
     }
     for name, text in pages.items():
@@ -128,8 +128,7 @@ def _links(text: str, folder: Path, docs: Path) -> str:
 
 
 def command_line() -> str:
-    from betternorm.cli import COMMANDS
-    from betternorm.commands.completion import _subparser
+    from betternorm.cli import COMMANDS, command_parser
 
     os.environ["COLUMNS"] = "100"
     parts = [
@@ -141,7 +140,11 @@ def command_line() -> str:
     for name, command in COMMANDS.items():
         needs = f"Needs `pip install 'betternorm[{command.extra}]'`." if command.extra else "Needs torch alone."
         described = f"{command.summary[0].upper()}{command.summary[1:]}. {needs}"
-        parts += [f"## {name}", described, f"```text\n{_subparser(name).format_help().rstrip()}\n```"]
+        parts += [
+            f"## {name}",
+            described,
+            f"```text\n{command_parser(name).format_help(everything=True).rstrip()}\n```",
+        ]
     return "\n\n".join(parts) + "\n"
 
 

@@ -19,7 +19,7 @@ from betternorm.decay.norms import norm_layers
 from betternorm.decay.report import NormReport
 from betternorm.display.progress import Bar
 from betternorm.display.tables import table
-from betternorm.surgery import EXAMPLES_PER_GROUP, GHOST_SIZE, GROUPS, convert
+from betternorm.surgery import EXAMPLES_PER_GROUP, GHOST_SIZE, GROUPS, convert, is_frozen
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -37,7 +37,7 @@ _EVIDENCE = {
         "at B = 2, over a tuned Group Norm, 73.91% to 74.60% on CIFAR-100 (3 runs) and 48.2% to 53.2% on Caltech-256 "
         "(2 runs); 98.75% to 98.73% on SVHN"
     ),
-    "not iid": "CIFAR-100, four classes a batch: 40.1% for Batch Norm, 72.2% with ghosts of 16, 76.1% with this",
+    "not iid": "CIFAR-100, four classes per batch: 40.1% for Batch Norm, 72.2% with ghost size 16, 76.1% with this",
     "alone": "at B = 1 the gains over Group Norm come from decay on gamma and beta",
 }
 
@@ -123,6 +123,12 @@ def upgrade(
     """
     layers = norm_layers(model)
     if not layers:
+        if any(is_frozen(module) for module in model.modules()):
+            raise ValueError(
+                f"the norm layers of {type(model).__name__} are frozen (FrozenBatchNorm2d), so training has no norm to "
+                "choose; convert(model, 'weighed') gives them an alpha, and a model built with "
+                "norm_layer=nn.BatchNorm2d can be upgraded"
+            )
         raise ValueError(f"{type(model).__name__} has no norm layers, so there is nothing to upgrade")
     advice = advise(batch_size, overfits=overfits, iid=iid, report=report)
     to, options = advice.to, dict(advice.options)
@@ -360,7 +366,7 @@ def _check_batch_size(batch_size: Any) -> None:
 def _common_groups(layers: dict[str, nn.Module]) -> int | None:
     """The largest number of groups up to Group Norm's own that divides the channels of every batch norm.
 
-    A layer with fewer channels than groups gets one channel a group and does not restrict the choice.
+    A layer with fewer channels than groups gets one channel per group and does not restrict the choice.
     """
     channels = {layer.num_features for layer in layers.values() if isinstance(layer, _BatchNorm)}
     return next(n for n in range(GROUPS, 0, -1) if all(c % n == 0 or c <= n for c in channels))

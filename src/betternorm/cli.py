@@ -7,13 +7,17 @@ that ``betternorm --help`` needs nothing but torch.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
+import signal
 import sys
-from collections.abc import Collection, Sequence
+import threading
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from betternorm import __version__
+from betternorm.commands.parser import CommandParser, with_config
 from betternorm.display.terminal import paint
 from betternorm.errors import UserError
 
@@ -42,7 +46,7 @@ COMMANDS: dict[str, Command] = {
 }
 
 # What a command returns to the shell.
-OK, FINDING, BAD_INPUT, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 130, 141
+OK, FINDING, BAD_INPUT, INTERRUPTED, PIPE_CLOSED, TERMINATED = 0, 1, 2, 130, 141, 143
 
 EPILOG = """\
 commands:
@@ -61,13 +65,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     called = next((word for word in words if not word.startswith("-")), "")
     debug = "--debug" in words
     try:
+        if called in COMMANDS and any(word.partition("=")[0] == "--config" for word in words):
+            words = with_config(words, called)
         parsed = build_parser({called}).parse_args(words)
-        status: int = importlib.import_module(COMMANDS[called].module).run(parsed)
+        with _orderly_termination():
+            status: int = importlib.import_module(COMMANDS[called].module).run(parsed)
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
+    except _TerminatedError:
+        print("terminated", file=sys.stderr)
+        return TERMINATED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains on its way out
         return PIPE_CLOSED
@@ -78,23 +88,54 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return BAD_INPUT
 
 
+class _TerminatedError(BaseException):
+    """SIGTERM. No Exception, so that nothing on the way takes it for a failed trial."""
+
+
+@contextlib.contextmanager
+def _orderly_termination() -> Iterator[None]:
+    """SIGTERM ends a command as Ctrl-C does: what it started is stopped, what it was writing is whole."""
+    if threading.current_thread() is not threading.main_thread():  # where Python allows no handler
+        yield
+        return
+
+    def end(*_: object) -> None:
+        raise _TerminatedError
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def build_parser(with_options: Collection[str] = ()) -> argparse.ArgumentParser:
     """The parser, with the options of the named commands: a command's module is imported only for those."""
-    layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog="betternorm",
         description="Four improvements to batch normalisation, on any PyTorch model.",
         epilog=EPILOG.format(commands=_listed()),
-        formatter_class=layout,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"betternorm {__version__}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, help="one of those below")
-    for name, command in COMMANDS.items():
-        sub = commands.add_parser(name, description=command.help, formatter_class=layout)
-        sub.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-        if name in with_options:
-            importlib.import_module(command.module).add_arguments(sub)
+    commands = parser.add_subparsers(
+        dest="command", metavar="COMMAND", required=True, help="one of those below", parser_class=CommandParser
+    )
+    for name in COMMANDS:
+        command_parser(name, commands.add_parser(name), name in with_options)
+    return parser
+
+
+def command_parser(name: str, parser: CommandParser | None = None, with_options: bool = True) -> CommandParser:
+    """The parser of one command, made or completed."""
+    parser = parser or CommandParser(f"betternorm {name}")
+    command = COMMANDS[name]
+    parser.description = command.help
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    if with_options:
+        importlib.import_module(command.module).add_arguments(parser)
     return parser
 
 

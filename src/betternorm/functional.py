@@ -59,10 +59,12 @@ def grouped_batch_norm(
         else:
             return operators.normalise(x, weight, bias, groups, channels_per_group, eps, *averages)
     elif across:
+        _check_sizes(x, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
         y, mean, var = distributed.normalise(
             x, weight, bias, examples_per_group, channels_per_group, eps, process_group
         )
     else:
+        _check_sizes(x, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
         groups = number_of_groups(x.shape[0], examples_per_group)
         y, mean, var = plain.normalise(x, weight, bias, groups, channels_per_group, eps)
     if averages:
@@ -112,7 +114,7 @@ def weighed_batch_norm(
         \sigma^2 = (1 - \alpha) V + \alpha v + \alpha (1 - \alpha) (M - m)^2
 
     both then averaged over the channels of a group. An example is normalised by itself: its output does not depend on
-    the others in the batch. ``alpha=None`` is 0; with one channel a group that is torch's batch norm, to the bit.
+    the others in the batch. ``alpha=None`` is 0; with one channel per group that is torch's batch norm, to the bit.
     """
     if (alpha is None and channels_per_group == 1) or (not tracing() and x.numel() == 0):
         return F.batch_norm(x, running_mean, running_var, weight, bias, False, 0.0, eps)
@@ -120,7 +122,17 @@ def weighed_batch_norm(
     # In a compiled graph the plain form is left to the compiler, which joins it with what follows.
     if alpha is not None and not torch.compiler.is_compiling() and fused(x, *tensors):
         return operators.infer(x, running_mean, running_var, weight, bias, alpha, channels_per_group, eps)
+    _check_sizes(x, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
     return plain.infer(x, running_mean, running_var, weight, bias, alpha, channels_per_group, eps)
+
+
+def _check_sizes(x: Tensor, **vectors: Tensor | None) -> None:
+    """The plain form would spread a vector of one element over all channels; compiled operators check by themselves."""
+    if tracing():  # sizes are tensors
+        return
+    for name, vector in vectors.items():
+        if vector is not None and vector.shape != x.shape[1:2]:
+            raise ValueError(f"{name} has the shape {tuple(vector.shape)}, and the input {x.shape[1]} channels")
 
 
 def number_of_groups(examples: int, examples_per_group: int | None) -> int:

@@ -1,7 +1,8 @@
 """The layers: one, `GroupedBatchNorm`, and three that are it or build on it (sections 3.1, 3.2 and 3.4 of the paper).
 
-They are torch's batch norm to everything that handles one: a `state_dict` has the same keys and shapes,
-`num_batches_tracked` counts the steps, and `torch.optim.swa_utils.update_bn` refreshes them.
+They are torch's batch norm to everything that handles one: `isinstance` says so, a `state_dict` has the same keys and
+shapes, `num_batches_tracked` counts the steps, `track_running_stats = False` stops the moving averages, and
+`torch.optim.swa_utils.update_bn` refreshes them.
 """
 
 from __future__ import annotations
@@ -12,15 +13,31 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import Tensor, nn
 
 from betternorm import functional
 from betternorm.backends import tracing
 from betternorm.backends.distributed import ProcessGroup
 
+# Functions of torch and of other libraries that put a layer of theirs in the place of a batch norm, or take it into the
+# convolution before it. They read its moving averages, and know nothing of alpha and groups.
+_REPLACERS = {
+    "convert_frozen_batchnorm": "detectron2's convert_frozen_batchnorm",
+    "convert_splitbn_model": "timm's convert_splitbn_model",
+    "convert_sync_batchnorm": "SyncBatchNorm.convert_sync_batchnorm",
+    "freeze_batch_norm_2d": "timm's freeze_batch_norm_2d",
+    "fuse_conv_and_bn": "fuse_conv_and_bn",
+    "fuse_conv_bn_eval": "torch's fuse_conv_bn_eval",
+    "fuse_linear_bn_eval": "torch's fuse_linear_bn_eval",
+}
+# What these make trains in another way, whatever the alpha.
+_REPLACERS_FOR_TRAINING = {
+    "convert_sync_batchnorm": 'for statistics across processes call convert(model, ..., process_group="world")',
+    "convert_splitbn_model": "split the original layers, before converting the rest",
+}
 
-class GroupedBatchNorm(_BatchNorm):
+
+class GroupedBatchNorm(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
     r"""Batch normalisation with statistics over groups of channels and groups of examples.
 
     .. math::
@@ -47,9 +64,12 @@ class GroupedBatchNorm(_BatchNorm):
     A batch that ``examples_per_group`` does not divide falls into groups whose sizes differ by at most one: 33 examples
     with a size of 32 are 17 and 16. A smaller batch is one group.
 
-    The moving averages are those of x and x² over the whole batch, whatever the groups, one update a step. They are
+    The moving averages are those of x and x² over the whole batch, whatever the groups, one update per step. They are
     kept as ``running_mean`` and ``running_var``. Unlike torch's, the variance that enters is the biased one, and takes
-    up how far the batch's mean was from the moving one.
+    up how far the batch's mean was from the moving one. A forward pass inside a backward pass is taken for activation
+    checkpointing, which repeats a batch, and leaves the averages alone.
+
+    The layer takes inputs of any rank, and so is a BatchNorm1d, 2d and 3d to whoever asks with ``isinstance``.
 
     Args:
         num_features: C of an input (N, C, *).
@@ -77,13 +97,19 @@ class GroupedBatchNorm(_BatchNorm):
         torch.Size([1, 64, 8, 8])
     """
 
-    num_batches_tracked: Tensor
-    running_mean: Tensor
     running_var: Tensor
+    num_batches_tracked: Tensor
     channels_per_group: int
     examples_per_group: int | None
     process_group: ProcessGroup | None
-    _alpha: Tensor | None
+    # Of a converted layer: the ranks of input that the original takes (None is any), the one that it takes for an
+    # example without a batch, and those of its children that run after the normalisation.
+    _ranks: tuple[int, ...] | None = None
+    _unbatched_rank: int | None = None
+    _then: tuple[str, ...] = ()
+    # What a checkpoint without an alpha means. A layer that was made to be Group Norm stays at 1 when it is given the
+    # weights of BatchNorm; its own checkpoints then have the key at 0 too.
+    _alpha_if_absent: float = 0.0
 
     def __init__(
         self,
@@ -102,7 +128,6 @@ class GroupedBatchNorm(_BatchNorm):
         super().__init__(num_features, eps, momentum, affine, True, device=device, dtype=dtype)
         self._set_groups(channels_per_group, examples_per_group)
         self.process_group = process_group
-        self.register_buffer("_alpha", None, persistent=False)
         self.alpha = alpha
 
     def _set_groups(self, channels_per_group: int, examples_per_group: int | None) -> None:
@@ -118,46 +143,109 @@ class GroupedBatchNorm(_BatchNorm):
 
     @property
     def alpha(self) -> float:
-        """The weight of the example's own statistics at inference.
-
-        Held as a tensor, or None for 0, so that a compiled model is compiled once for 0 and once for all other values.
-        """
+        """The weight of the example's own statistics at inference."""
         # To six digits, which is what float32 holds: 0.1 is 0.1.
         return 0.0 if self._alpha is None else float(f"{self._alpha.item():.6g}")
 
     @alpha.setter
     def alpha(self, value: float) -> None:
-        value = checked_alpha(value)
+        value, held = checked_alpha(value), self._alpha
         if value == 0:
             self._alpha = None
-        elif self._alpha is not None and self._alpha.device == self.running_mean.device:
-            self._alpha.fill_(value)
+        elif held is not None and held.device == self._device():
+            held.fill_(value)
         else:
             with torch.inference_mode(False):  # a tensor made inside could not be changed outside
-                self._alpha = torch.tensor(value, dtype=torch.float32, device=self.running_mean.device)
+                self._alpha = torch.tensor(value, dtype=torch.float32, device=self._device())
+
+    @property
+    def _alpha(self) -> Tensor | None:
+        """Alpha as a tensor, None for 0: a compiled model is compiled once for 0 and once for all other values."""
+        held = self._buffers.get("alpha")
+        return None if held is None or held.dim() else held
+
+    @_alpha.setter
+    def _alpha(self, value: Tensor | None) -> None:
+        # A buffer, so that torch moves, copies, saves and swaps it. For 0 it is an empty tensor that is not saved:
+        # tools that pair the buffers of two networks by position, as AveragedModel does, find as many in both.
+        if value is None:
+            value = torch.empty(0, device=self._device())
+            self._non_persistent_buffers_set.add("alpha")
+        else:
+            self._non_persistent_buffers_set.discard("alpha")
+        self._buffers["alpha"] = value
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if "_alpha" in self._buffers:  # pickled by version 0.1
+            self._alpha, self._then = self._buffers.pop("_alpha"), tuple(self._modules)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "alpha":
+            object.__setattr__(self, name, value)  # a number, which torch would refuse for a buffer
+        else:
+            super().__setattr__(name, value)
+
+    @property
+    def running_mean(self) -> Tensor:  # type: ignore[override]
+        """The moving average of the mean. Those who read it to replace the layer by one that does less are stopped."""
+        if not torch.compiler.is_compiling():
+            caller = sys._getframe(1).f_code.co_name
+            if caller in _REPLACERS:
+                self._refuse_loss(caller)
+        try:
+            return self._buffers["running_mean"]  # type: ignore[return-value]  # None as in torch's, where nobody tracks
+        except KeyError:
+            raise AttributeError(f"{type(self).__name__} has no attribute 'running_mean'") from None
+
+    def _refuse_loss(self, caller: str) -> None:
+        """Raise unless what ``caller`` makes of this layer computes the same."""
+        lost = {
+            f"alpha={self.alpha}": self.alpha != 0,
+            f"channels_per_group={self.channels_per_group}": self.channels_per_group != 1,
+            "what runs after it ({})".format(", ".join(self._then)): self._then != (),
+            "inputs that are not images": "freeze" in caller and self._ranks is not None and 4 not in self._ranks,
+        }
+        dropped = ", ".join(name for name, is_lost in lost.items() if is_lost)
+        advice = _REPLACERS_FOR_TRAINING.get(caller)
+        if advice is None and not dropped:
+            return
+        raise RuntimeError(
+            f"{_REPLACERS[caller]} would replace {type(self).__name__} and drop {dropped or 'its groups and alpha'}; "
+            + (advice or "call betternorm.revert(model) first, or leave the layer as it is")
+        )
+
+    def _device(self) -> torch.device | None:
+        tensors = (*self._buffers.values(), *self._parameters.values())
+        return next((t.device for t in tensors if t is not None), None)
 
     def forward(self, input: Tensor) -> Tensor:
+        if isinstance(input, torch.fx.Proxy):  # whole in a graph, as torch's own layers are
+            tracer = input.tracer
+            return tracer.create_proxy("call_module", tracer.path_of_module(self), (input,), {})
+        if input.dim() == self._unbatched_rank:
+            return self.forward(input.unsqueeze(0)).squeeze(0)
         self._check_input(input)
-        if self.training:
+        running_mean, running_var = self.running_mean, self.running_var
+        if self.training or running_mean is None or running_var is None:
             self._check_group_has_values(input)
             momentum = self._weight_of_batch()
             output = self._normalise_batch(input, momentum)
-            if momentum is not None:
+            if momentum is not None and self.num_batches_tracked is not None:
                 self.num_batches_tracked.add_(1)
         else:
             output = functional.weighed_batch_norm(
                 input,
-                self.running_mean,
-                self.running_var,
+                running_mean,
+                running_var,
                 self.weight,
                 self.bias,
                 self._alpha,
                 self.channels_per_group,
                 self.eps,
             )
-        # A layer has children only where it was converted from one that had: timm's dropout and activation.
-        for child in self._modules.values():
-            output = child(output)  # type: ignore[misc]
+        for name in self._then:
+            output = getattr(self, name)(output)
         return output
 
     def _normalise_batch(self, input: Tensor, momentum: float | None) -> Tensor:
@@ -179,20 +267,29 @@ class GroupedBatchNorm(_BatchNorm):
             functional.update_moving_averages(self.running_mean, self.running_var, mean, var, momentum)
 
     def _weight_of_batch(self) -> float | None:
-        """The weight of this batch in the moving averages; None where it was counted before."""
-        if _runs_again_for_backward():
+        """The weight of this batch in the moving averages; None where they stay, or the batch was counted before."""
+        tracks = self.training and self.track_running_stats and self.running_mean is not None
+        if not tracks or _runs_again_for_backward():
             return None
-        return 1.0 / (float(self.num_batches_tracked) + 1) if self.momentum is None else self.momentum
+        if self.momentum is not None:
+            return self.momentum
+        # Without a count torch's layer leaves the cumulative average where it is.
+        return 0.0 if self.num_batches_tracked is None else 1.0 / (float(self.num_batches_tracked) + 1)
 
     def _processes(self) -> ProcessGroup | None:
-        if self.process_group == "world":
+        """The group whose processes have the batch in common; None where there is but one."""
+        group = self.process_group
+        if group == "world":
             ready = torch.distributed.is_available() and torch.distributed.is_initialized()
-            return torch.distributed.group.WORLD if ready else None
-        return self.process_group
+            group = torch.distributed.group.WORLD if ready else None
+        return None if group is None or torch.distributed.get_world_size(group) == 1 else group
 
     def _check_input(self, input: Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(f"expected an input (N, C, *) of rank 2 or more, got shape {tuple(input.shape)}")
+        if self._ranks is not None and input.dim() not in self._ranks:
+            expected = " or ".join(f"{rank}D" for rank in self._ranks)
+            raise ValueError(f"expected {expected} input (got {input.dim()}D input)")
         if not tracing() and input.shape[1] != self.num_features:  # sizes in a trace are tensors
             raise ValueError(
                 f"expected {self.num_features} channels in dimension 1 (num_features={self.num_features}), "
@@ -202,13 +299,13 @@ class GroupedBatchNorm(_BatchNorm):
             raise TypeError(f"expected a floating-point input, got {input.dtype}; convert it with input.float()")
 
     def _check_group_has_values(self, input: Tensor) -> None:
+        if self._processes() is not None:
+            return  # the batch is larger than what this process sees
         if input.numel() == 0:
             raise ValueError(
                 f"an empty batch has no statistics to train on, got an input of shape {tuple(input.shape)}; "
                 "skip it, or call eval()"
             )
-        if self._processes() is not None:
-            return  # the batch is larger than what this process sees
         smallest = input.shape[0] // functional.number_of_groups(input.shape[0], self.examples_per_group)
         if smallest * self.channels_per_group * math.prod(input.shape[2:]) == 1:
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.size()}")
@@ -216,21 +313,16 @@ class GroupedBatchNorm(_BatchNorm):
     def _check_input_dim(self, input: Tensor) -> None:
         self._check_input(input)
 
-    @property
-    def qconfig(self) -> None:
-        # The last thing that SyncBatchNorm.convert_sync_batchnorm asks of a layer before it replaces it by one without
-        # groups and alpha, and the only point at which it can be stopped.
-        if sys._getframe(1).f_code.co_name == "convert_sync_batchnorm":
-            raise RuntimeError(
-                f"SyncBatchNorm would replace {type(self).__name__} and drop its groups and alpha without a word. For "
-                'statistics across processes call betternorm.convert(model, ..., process_group="world")'
-            )
-        raise AttributeError(f"{type(self).__name__} has no attribute 'qconfig'")
+    def __prepare_scriptable__(self) -> Any:
+        raise RuntimeError(
+            f"torch.jit.script cannot compile {type(self).__name__}, whose forward pass is not TorchScript; "
+            "torch.jit.trace(model.eval(), example), torch.export and torch.compile take it"
+        )
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self._alpha is not None:
-            destination[prefix + "alpha"] = self._alpha if keep_vars else self._alpha.detach()
+        if self._alpha is None and self._alpha_if_absent != 0:
+            destination[prefix + "alpha"] = torch.zeros((), device=self._device())
 
     def _load_from_state_dict(
         self,
@@ -247,11 +339,13 @@ class GroupedBatchNorm(_BatchNorm):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
+        if key in missing_keys:
+            missing_keys.remove(key)
         # A checkpoint without moving averages is one of Group or Instance Norm, which know nothing of alpha.
         # Last, because loading with assign=True may have moved the layer to another device.
         if saved is not None or prefix + "running_mean" in state_dict:
             try:
-                self.alpha = 0.0 if saved is None else float(saved)
+                self.alpha = self._alpha_if_absent if saved is None else float(saved)
             except ValueError as error:
                 error_msgs.append(f"{key}: {error}")
 
@@ -260,7 +354,7 @@ class GroupedBatchNorm(_BatchNorm):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if alpha is not None and not alpha.is_meta:
             # It moves with the layer but keeps its type: in half precision 0.1 would become another number.
-            self._alpha = alpha.to(self.running_mean.device)
+            self._alpha = alpha.to(self._buffers["alpha"].device)  # type: ignore[union-attr]
         return self
 
     def extra_repr(self) -> str:
@@ -343,7 +437,7 @@ class BatchGroupNorm(GroupedBatchNorm):
 
     Args:
         num_groups: groups of channels, as in ``nn.GroupNorm``; must divide ``num_channels``. More groups than
-            channels means one channel a group.
+            channels means one channel per group.
         num_channels: C of an input (N, C, *).
         examples_per_group: examples normalised together; None is the whole batch.
         eps, momentum, affine, alpha, process_group: as in :class:`GroupedBatchNorm`.
@@ -403,6 +497,9 @@ class BatchRenorm(GroupedBatchNorm):
     with r and d held constant in the gradient. The limits begin at 1 and 0, which is batch norm, and after
     ``warmup_steps`` rise linearly: to ``r_max`` at ``r_steps``, to ``d_max`` at ``d_steps``. The defaults are those of
     its paper, for runs of more than 100,000 steps; scale the three down with the run.
+
+    Activation checkpointing of this layer is refused: when it runs the layer again the moving averages have gone on,
+    and r and d would be others.
 
     Args:
         num_features: C of an input (N, C, *).
@@ -470,6 +567,8 @@ class BatchRenorm(GroupedBatchNorm):
 
     def limits(self) -> tuple[Tensor, Tensor]:
         """r_max and d_max at the present step."""
+        if self.num_batches_tracked is None:
+            raise ValueError("num_batches_tracked=None: BatchRenorm has to count the steps of its schedule")
         step = self.num_batches_tracked.float()
 
         def progress(end: int) -> Tensor:
@@ -478,11 +577,19 @@ class BatchRenorm(GroupedBatchNorm):
         return 1 + (self.r_max - 1) * progress(self.r_steps), self.d_max * progress(self.d_steps)
 
     def _normalise_batch(self, input: Tensor, momentum: float | None) -> Tensor:
+        if self.track_running_stats and _runs_again_for_backward():
+            raise RuntimeError(
+                "BatchRenorm cannot be checkpointed: its moving averages have gone on since the forward pass, so that "
+                "it would be differentiated with other r and d; leave this layer outside of the checkpointed part"
+            )
+        running_mean, running_var = self.running_mean, self.running_var
+        if running_mean is None or running_var is None:
+            raise ValueError("BatchRenorm corrects toward its moving averages, and running_mean is None")
         output, mean, var = functional.grouped_batch_norm(input, eps=self.eps, process_group=self._processes())
         r_max, d_max = self.limits()
-        moving_std = torch.sqrt(self.running_var + self.eps)
+        moving_std = torch.sqrt(running_var + self.eps)
         r = (torch.sqrt(var + self.eps) / moving_std).clamp(1 / r_max, r_max)
-        d = ((mean - self.running_mean) / moving_std).clamp(-d_max, d_max)
+        d = ((mean - running_mean) / moving_std).clamp(-d_max, d_max)
         self._track(mean, var, momentum)
         scale = r if self.weight is None else r * self.weight
         shift = d if self.weight is None else d * self.weight
@@ -544,6 +651,7 @@ def divisors_text(number: int) -> str:
 def _runs_again_for_backward() -> bool:
     """Whether activation checkpointing repeats this forward pass: its batch has been counted already.
 
-    A forward pass inside a backward pass can be nothing else.
+    A forward pass inside a backward pass is taken for that. An autograd function of the user's own that runs other data
+    through the layer in its backward pass is not counted either; the docs say so. A compiled graph cannot ask.
     """
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

@@ -10,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -28,7 +28,6 @@ from betternorm.layers import (
     GhostBatchNorm,
     GroupedBatchNorm,
     channels_in_group,
-    check_group_size,
 )
 
 M = TypeVar("M", bound=nn.Module)
@@ -113,26 +112,30 @@ def convert(
             raise TypeError(f"convert(..., {to!r}) has no option {option!r}; it takes {known}")
     _refuse_wrapped(model)
     wanted = _selector(where)
-    sizes: dict[nn.Module, tuple[int, int | None]] = {}
+    planned: dict[nn.Module, GroupedBatchNorm] = {}
     left: list[Change] = []
     already = False
-    # Planned in full before anything is touched: an error leaves the model as it was.
+    # All are built before anything is touched: an error leaves the model as it was.
     for name, module in model.named_modules():
         if isinstance(module, GroupedBatchNorm) and to == "weighed":
             already = True
         elif _is_norm(module, to) and wanted(name, module):
             reason = _cannot_convert(name, module, to)
             if reason is None:
-                sizes[module] = _group_sizes(name, module, to, options)
+                planned[module] = _new_layer(name, module, to, options, process_group)
             else:
                 left.append(Change(name, _describe(module), "", reason))
     if left:
         reasons = "; ".join(f"{_called(change.name)} ({change.reason})" for change in left)
         warnings.warn(f"left as they were: {reasons}", stacklevel=2)
-    elif not sizes and not already:
+    elif not planned and not already:
         chosen = "" if where is None else f" among the layers that where={where!r} selects"
         warnings.warn(f"nothing to convert to {to!r}{chosen}", stacklevel=2)
-    model = _swap(model, {m: _converted(m, to, groups, options, process_group) for m, groups in sizes.items()})
+    for module, layer in planned.items():
+        _take_over(layer, module)
+        alone = to == "group" or (to == "weighed" and _uses_example_at_inference(module))
+        layer.alpha = layer._alpha_if_absent = 1.0 if alone else 0.0
+    model = _swap(model, planned)
     if verbose:
         print(Changes([*changes(model), *left]))
     return model
@@ -145,10 +148,16 @@ def revert(model: M) -> M:
     not converted, stay.
     """
     _refuse_wrapped(model)
-    replacements = {module: _restored(module) for module in model.modules() if "_origin" in module.__dict__}
-    if not replacements:
+    converted = {name: module for name, module in model.named_modules() if "_origin" in module.__dict__}
+    for name, module in converted.items():
+        if torch.nn.utils.parametrize.is_parametrized(module):
+            raise ValueError(
+                f"{_called(name)} was parametrised after its conversion, and the original layer would lose that; "
+                "remove the parametrisation first (torch.nn.utils.parametrize.remove_parametrizations)"
+            )
+    if not converted:
         warnings.warn("nothing to revert: no layer of this model was converted", stacklevel=2)
-    return _swap(model, replacements)
+    return _swap(model, {module: _restored(module) for module in converted.values()})
 
 
 @dataclass(frozen=True)
@@ -198,10 +207,10 @@ def _is_norm(module: nn.Module, to: str) -> bool:
         kinds += (nn.GroupNorm,)
     if to == "weighed":
         kinds += (_InstanceNorm,)
-    return isinstance(module, kinds) or _is_frozen(module)
+    return isinstance(module, kinds) or is_frozen(module)
 
 
-def _is_frozen(module: nn.Module) -> bool:
+def is_frozen(module: nn.Module) -> bool:
     """torchvision's FrozenBatchNorm2d and timm's FrozenBatchNormAct2d, without importing either."""
     return type(module).__name__ in ("FrozenBatchNorm2d", "FrozenBatchNormAct2d") and hasattr(module, "running_var")
 
@@ -213,7 +222,7 @@ def _cannot_convert(name: str, module: nn.Module, to: str) -> str | None:
             f"{_called(name)} is a {type(module).__name__} whose size is not known yet; "
             "run one batch through the model before converting it"
         )
-    if _is_frozen(_origin(module)):
+    if is_frozen(_origin(module)):
         return None if to == "weighed" else 'its statistics are frozen; only "weighed" applies'
     if torch.nn.utils.parametrize.is_parametrized(module):
         return "its parameters are parametrised; remove the parametrisation first"
@@ -255,25 +264,33 @@ def _selector(where: Where | None) -> Callable[[str, nn.Module], bool]:
 # ---- the new layer ----
 
 
-def _group_sizes(name: str, module: nn.Module, to: str, options: dict[str, Any]) -> tuple[int, int | None]:
-    """channels_per_group and examples_per_group of the new layer."""
-    origin = _origin(module)
-    own = origin.num_groups if isinstance(origin, nn.GroupNorm) else None
+def _new_layer(name: str, module: nn.Module, to: str, options: dict[str, Any], process_group: Any) -> GroupedBatchNorm:
+    """The layer that takes the place of ``module``, with nothing of its own yet but its settings."""
+    origin: Any = _origin(module)
+    if process_group is None:
+        synchronised = isinstance(module, nn.SyncBatchNorm)
+        process_group = module.__dict__.get("process_group") or ("world" if synchronised else None)
+    channels = _channels(module)
+    shared: dict[str, Any] = {
+        "eps": module.eps,
+        "momentum": module.__dict__.get("momentum", _default(GroupedBatchNorm, "momentum")),
+        "affine": module.weight is not None,
+        "process_group": process_group,
+        "device": "meta",  # tensors come from the original
+    }
+    groups = options.get("num_groups", origin.num_groups if isinstance(origin, nn.GroupNorm) else GROUPS)
     try:
-        if to == "weighed":
-            alone = own is not None or isinstance(origin, _InstanceNorm)
-            return _channels(module) // own if own else 1, 1 if alone else None
         if to == "ghost":
-            ghost_size = options.get("ghost_size", GHOST_SIZE)
-            check_group_size("ghost_size", ghost_size)
-            return 1, ghost_size
+            return GhostBatchNorm(channels, **options, **shared)
         if to == "renorm":
-            BatchRenorm(1, **options)  # for what it says about its options
-            return 1, None
-        examples = 1 if to == "group" else options.get("examples_per_group", EXAMPLES_PER_GROUP)
-        if examples is not None:
-            check_group_size("examples_per_group", examples)
-        return channels_in_group(options.get("num_groups", own or GROUPS), _channels(module)), examples
+            return BatchRenorm(channels, **options, **shared)
+        if to == "batch_group":
+            examples = options.get("examples_per_group", EXAMPLES_PER_GROUP)
+            return BatchGroupNorm(groups, channels, examples, **shared)
+        if to == "group" or isinstance(origin, nn.GroupNorm):
+            return GroupedBatchNorm(channels, channels_in_group(groups, channels), 1, **shared)
+        kind = FrozenBatchNorm if is_frozen(origin) else GroupedBatchNorm
+        return kind(channels, 1, 1 if isinstance(origin, _InstanceNorm) else None, **shared)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{_called(name)}: {error}") from None
 
@@ -283,41 +300,44 @@ def _channels(module: nn.Module) -> int:
     return channels or int(module._buffers["running_mean"].numel())  # type: ignore[union-attr]
 
 
-def _converted(
-    module: nn.Module, to: str, groups: tuple[int, int | None], options: dict[str, Any], process_group: Any
-) -> GroupedBatchNorm:
-    kinds = {"ghost": GhostBatchNorm, "batch_group": BatchGroupNorm, "renorm": BatchRenorm}
-    kind: type[GroupedBatchNorm] = FrozenBatchNorm if _is_frozen(module) else kinds.get(to, GroupedBatchNorm)
-    layer = kind.__new__(kind)
+_MODULE_STATE = frozenset(nn.Module().__dict__)  # parameters, buffers, children, hooks, mode
+
+
+def _take_over(layer: GroupedBatchNorm, module: nn.Module) -> None:
+    """Let ``layer`` share all that ``module`` holds, and complete it with the buffers that ``module`` lacks."""
+    origin = _origin(module)
+    settings = {name: value for name, value in layer.__dict__.items() if name not in _MODULE_STATE}
     layer.__dict__.update(module.__dict__)
-    layer.__dict__["_origin"] = _origin(module)  # past nn.Module.__setattr__, which would make it a child
-    _complete(layer, module)
-    layer.channels_per_group, layer.examples_per_group = groups
-    if isinstance(layer, BatchRenorm):
-        layer._set_schedule(**{**RENORM_SCHEDULE, **options})
-    if process_group is None:
-        synchronised = isinstance(module, nn.SyncBatchNorm)
-        process_group = layer.__dict__.get("process_group") or ("world" if synchronised else None)
-    layer.process_group = process_group
-    layer.alpha = 1.0 if to == "group" or (to == "weighed" and _uses_example_at_inference(module)) else 0.0
-    return layer
-
-
-def _complete(layer: GroupedBatchNorm, module: nn.Module) -> None:
-    """Give the layer what ours have and the original may lack, and note what the original had, for `revert`."""
-    layer.__dict__.setdefault("_had_buffers", {name: value is not None for name, value in module._buffers.items()})
-    layer.__dict__.setdefault("momentum", 0.1)
-    layer.num_features = _channels(module)
-    layer.affine, layer.track_running_stats = layer.weight is not None, not _is_frozen(module)
-    if module._buffers.get("running_mean") is None:
+    layer.__dict__.update(settings)
+    layer.__dict__["_origin"] = origin  # past nn.Module.__setattr__, which would make it a child
+    layer._ranks, layer._unbatched_rank = _ranks_of_input(origin)
+    of_timm = type(origin).__module__.startswith("timm.layers")
+    layer._then = tuple(name for name in ("drop", "act") if of_timm and name in origin._modules)
+    layer.track_running_stats = not is_frozen(origin) and (
+        not isinstance(module, _BatchNorm) or module.track_running_stats
+    )
+    lacking = {name for name in _BUFFERS if module._buffers.get(name) is None}
+    layer.__dict__.setdefault("_added_buffers", {name: name in module._buffers for name in (*lacking, "alpha")})
+    if "running_mean" in lacking:
         like = layer.weight if layer.weight is not None else torch.empty(0)
-        layer.register_buffer("running_mean", like.new_zeros(layer.num_features))
-        layer.register_buffer("running_var", like.new_ones(layer.num_features))
-        layer.register_buffer("num_batches_tracked", torch.tensor(0, device=like.device))
-    if "num_batches_tracked" not in layer._buffers:
-        layer.register_buffer("num_batches_tracked", None)
-    if "_alpha" not in layer._buffers:
-        layer.register_buffer("_alpha", None, persistent=False)
+        layer._buffers["running_mean"] = like.new_zeros(layer.num_features)
+        layer._buffers["running_var"] = like.new_ones(layer.num_features)
+        layer._buffers["num_batches_tracked"] = torch.tensor(0, device=like.device)
+    layer._buffers.setdefault("num_batches_tracked", None)
+
+
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def _ranks_of_input(origin: nn.Module) -> tuple[tuple[int, ...] | None, int | None]:
+    """The ranks that the original layer takes (None is any), and the one that is an example without a batch to it."""
+    if isinstance(origin, _InstanceNorm):
+        unbatched = int(origin._get_no_batch_dim())
+        return (unbatched + 1,), unbatched
+    known: dict[type[nn.Module], tuple[int, ...]] = {nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,)}
+    if isinstance(origin, GroupedBatchNorm):
+        return None, None
+    return next((ranks for kind, ranks in known.items() if isinstance(origin, kind)), None), None
 
 
 def _uses_example_at_inference(module: nn.Module) -> bool:
@@ -325,16 +345,19 @@ def _uses_example_at_inference(module: nn.Module) -> bool:
 
 
 def _restored(layer: nn.Module) -> nn.Module:
-    origin, had = _origin(layer), layer.__dict__["_had_buffers"]
-    for name in list(layer._buffers):  # the dictionary is the origin's too
-        if name not in had:
-            del layer._buffers[name]
-            layer._non_persistent_buffers_set.discard(name)
-        elif not had[name]:
+    origin = _origin(layer)
+    for name, was_there in layer.__dict__["_added_buffers"].items():  # the dictionary is the origin's too
+        if was_there:
             layer._buffers[name] = None
-    for name in ("training", "eps", "momentum"):
-        if name in origin.__dict__:
-            origin.__dict__[name] = layer.__dict__[name]
+        else:
+            layer._buffers.pop(name, None)
+        layer._non_persistent_buffers_set.discard(name)
+    if isinstance(origin, GroupedBatchNorm):
+        origin.alpha = 0.0
+    kept = {"training", "eps", "momentum"} | ({"track_running_stats"} if isinstance(origin, _BatchNorm) else set())
+    pruned = {"weight", "bias"} & layer.__dict__.keys()  # torch.nn.utils.prune makes a plain tensor of a parameter
+    for name in (kept & origin.__dict__.keys()) | pruned:
+        origin.__dict__[name] = layer.__dict__[name]
     return origin
 
 
@@ -343,10 +366,10 @@ def _origin(module: nn.Module) -> nn.Module:
     return origin
 
 
-def _swap(model: M, replacements: dict[nn.Module, nn.Module]) -> M:
+def _swap(model: M, replacements: Mapping[nn.Module, nn.Module]) -> M:
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
-            if child in replacements:
+            if child is not None and child in replacements:
                 parent._modules[name] = replacements[child]
     return replacements.get(model, model)  # type: ignore[return-value]
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from lab.test_demo import MEASURED, fill
@@ -68,6 +70,19 @@ def test_the_report_for_machines(tmp_path, capsys):
     (told,) = found["experiments"]
     assert (told["name"], told["scale"]) == ("demo", "demo")
     assert told["verdicts"][0]["outcome"] == "seen"
+
+
+def test_a_store_on_a_read_only_disk_has_its_page_elsewhere(tmp_path, capsys, monkeypatch):
+    store, out = tmp_path / "store", tmp_path / "page.html"
+    fill(store)
+    before = sorted(path.name for path in store.iterdir())
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, how: not Path(path).is_relative_to(store) and access(path, how))
+    assert main(["report", str(store), "--out", str(out)]) == OK
+    assert out.is_file()
+    assert sorted(path.name for path in store.iterdir()) == before
+    assert main(["report", str(store)]) == BAD_INPUT
+    assert "cannot be written: Permission denied; choose another" in capsys.readouterr().err
 
 
 def test_a_folder_without_a_store_is_refused_and_left_alone(tmp_path, capsys):

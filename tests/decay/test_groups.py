@@ -267,3 +267,26 @@ def test_timm_architectures_train_with_these_groups(name: str) -> None:
             assert n not in decayed or not torch.equal(p, before[n]) or not p.any(), n
         if handle:
             handle.remove()
+
+
+class Detector(nn.Module):
+    """A part that torchvision compiles by itself stands between the norm layer and the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 2)
+
+    def forward(self, images: Tensor) -> Tensor:
+        from torchvision.ops import roi_align
+
+        boxes = torch.tensor([[0, 0.0, 0, 4, 4], [1, 1.0, 1, 5, 5]])
+        return self.head(roi_align(self.norm(self.conv(images)), boxes, 2).mean((2, 3)))
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler, where torchvision has no operators of its own
+def test_compiled_parts_of_a_detector_can_be_differentiated_often() -> None:
+    from betternorm.integrations import torchvision
+
+    torchvision.ready()
+    groups = param_groups(Detector(), 1e-4, example_input=torch.randn(4, 3, 8, 8))
+    assert {row.name: row.weight_decay for row in groups.rows}["norm.weight"] == 1e-4

@@ -209,6 +209,49 @@ def test_a_folder_that_cannot_be_written(tmp_path):
             Store(folder)
 
 
+READ = """
+import os, sys
+from betternorm.errors import UserError
+from betternorm.lab.store import Store
+if os.getuid() == 0:  # who may write everywhere
+    os.setuid(65534)
+store = Store(sys.argv[1])
+print([row.key for row in store.rows()])
+try:
+    store.finish("b", "training", {})
+except UserError as problem:
+    print(problem)
+"""
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_a_folder_that_cannot_be_written_can_be_read(tmp_path, log):
+    """By somebody else, and with the log that a killed writer left."""
+    folder = tmp_path / "out"
+    Store(folder).finish("a", "training", CONFIG, result={"top1": 1.0})
+    writer = sqlite3.connect(folder / "store.sqlite")
+    if log:
+        writer.execute("SELECT * FROM trials").fetchall()  # who has it open keeps the log
+    else:
+        writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        writer.close()
+        for name in ("store.sqlite-wal", "store.sqlite-shm"):
+            (folder / name).unlink(missing_ok=True)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert ("store.sqlite-wal" in before) == log
+    for path in (*folder.iterdir(), folder):
+        path.chmod(0o555)
+    for path in (tmp_path, *tmp_path.parents[:2]):  # pytest keeps them for itself
+        path.chmod(0o755)
+    ran = subprocess.run([sys.executable, "-c", READ, str(folder)], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    keys, problem = ran.stdout.splitlines()
+    assert keys == "['a']"
+    assert "attempt to write a readonly database" in problem
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    folder.chmod(0o755)
+
+
 def test_a_file_that_is_no_store(tmp_path):
     (tmp_path / "store.sqlite").write_text("something else entirely, long enough to have a header " * 10)
     with pytest.raises(UserError, match="cannot be used: file is not a database"):

@@ -48,12 +48,61 @@ def test_options_become_the_configuration(tmp_path, capsys):
 
 def test_every_field_has_its_option_and_help(capsys):
     with pytest.raises(SystemExit) as stop:
-        main(["train", "--help"])
+        main(["train", "--help-all"])
     assert stop.value.code == 0
     shown = capsys.readouterr().out
     for item in fields(Config):
         flag = "--norm-option" if item.name == "norm_options" else f"--{item.name.replace('_', '-')}"
         assert flag in shown, flag
+
+
+def test_the_settings_of_a_row_run_it_again_and_options_given_win(tmp_path, capsys):
+    """From the store to a file and back: the same trial, and with another seed another one."""
+    words = "--norm batch_group --norm-option num_groups=2 --norm-option examples_per_group=4 --no-augment --test"
+    assert train(tmp_path, *words.split(), "--norm-decay", "0.001", "--milestones", "0.3", "0.6") == 0
+    (row,) = Store(tmp_path).rows()
+    capsys.readouterr()
+    assert main(["report", str(tmp_path), "--config-of", row.key]) == 0
+    file = tmp_path / "row.json"
+    file.write_text(capsys.readouterr().out)
+    same = ["--config", str(file), "--output", str(tmp_path), "--quiet", "--threads", "1"]
+    assert main(["train", *same]) == 0
+    assert [found.key for found in Store(tmp_path).rows()] == [row.key]
+    assert Store(tmp_path).get(row.key).attempts == 1
+    assert main(["train", "--seed", "5", *same]) == 0
+    other = Store(tmp_path).rows()[1]
+    assert other.config == row.config | {"seed": 5}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.json", '{"widht": 4}', "unrecognized arguments: --widht=4"),
+        ("a.json", '{"width": "wide"}', "argument --width: invalid int value: 'wide'"),
+        ("a.json", "[1, 2]", "holds no settings"),
+        ("a.json", '{"width": 4', "is not JSON: "),
+        ("a.toml", "width = ", "is not TOML: "),
+        ("b.json", None, "cannot be read: No such file or directory"),
+    ],
+)
+def test_a_file_of_options_that_cannot_be_used(tmp_path, capsys, name, text, said):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    try:
+        status = train(tmp_path / "out", "--config", str(tmp_path / name))
+    except SystemExit as ended:  # by the parser
+        status = ended.code
+    assert status == 2
+    assert said in capsys.readouterr().err
+
+
+def test_toml_says_the_same(tmp_path):
+    pytest.importorskip("tomllib")
+    file = tmp_path / "ghost.toml"
+    file.write_text('norm = "ghost"\nblocks = [1, 1]\naugment = false\nseed = [3]\n[norm_options]\nghost_size = 8\n')
+    assert train(tmp_path / "out", f"--config={file}") == 0
+    (row,) = Store(tmp_path / "out").rows()
+    assert (row["norm"], row["norm_options"], row["augment"], row["seed"]) == ("ghost", [["ghost_size", 8]], False, 3)
 
 
 def test_several_seeds_are_one_table_with_their_spread(tmp_path, capsys):

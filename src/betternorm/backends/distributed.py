@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, cast
 
 import torch
@@ -24,21 +25,51 @@ def normalise(
     process_group: ProcessGroup,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Training, where the examples of all processes, in the order of rank, are the batch."""
-    mean, var = plain.example_moments(x)
-    sizes = [torch.zeros(1, dtype=torch.int64, device=x.device) for _ in range(dist.get_world_size(process_group))]
-    dist.all_gather(sizes, torch.tensor([x.shape[0]], device=x.device), group=process_group)
-    counts = [int(size) for size in sizes]
-    tables = torch.cat((mean, var), 1)
+    images, values = x.shape[0] if x.numel() else 0, math.prod(x.shape[2:])
+    sizes = [torch.zeros(2, dtype=torch.int64, device=x.device) for _ in range(dist.get_world_size(process_group))]
+    dist.all_gather(sizes, torch.tensor([images, values], device=x.device), group=process_group)
+    counts = [int(size[0]) for size in sizes]
+    groups = 1 if examples_per_group is None else -(-sum(counts) // examples_per_group)
+    # Known only here, and to all processes alike: none waits for another that has left.
+    if sum(counts) == 0:
+        raise ValueError("the batches of all processes are empty, so there are no statistics to train on")
+    # As in SyncBatchNorm a value has a weight, not an image: images need not have the same size in all processes.
+    weight_of = torch.cat([size[1].expand(count) for size, count in zip(sizes, counts, strict=True)]).to(x.device)
+    members = torch.arange(groups, device=x.device).repeat_interleave(_group_sizes(sum(counts), groups, x.device))
+    values_of = torch.zeros(groups, dtype=torch.int64, device=x.device).index_add(0, members, weight_of)
+    if int(values_of.min()) * channels_per_group == 1:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.size()}")
+
+    tables = torch.cat(plain.example_moments(x), 1) if x.numel() else _no_rows(x)
     gathered = cast(Tensor, _Gather.apply(tables, counts, process_group))  # type: ignore[no-untyped-call]
     mean, var = gathered.chunk(2, 1)
-    groups = 1 if examples_per_group is None else -(-sum(counts) // examples_per_group)
-    if sum(counts) // groups * channels_per_group * x[0, 0].numel() == 1:  # known only here, to all processes alike
-        raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.size()}")
-    batch_mean, batch_var = plain.total(mean.detach(), var.detach(), lambda table: table.mean(0, keepdim=True))
-    mean, var = plain.total(mean, var, lambda table: plain.over_group(table, channels_per_group, groups))
-    rank = dist.get_rank(process_group)
-    own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+
+    def over_batch(table: Tensor) -> Tensor:
+        return (table * share_of_batch[:, None]).sum(0, keepdim=True)
+
+    def over_group(table: Tensor) -> Tensor:
+        rows = table.new_zeros(groups, table.shape[1]).index_add(0, members, table * share_of_group[:, None])
+        return plain.over_channels(rows[members], channels_per_group)
+
+    share_of_batch = (weight_of / weight_of.sum()).to(mean.dtype)
+    share_of_group = (weight_of / values_of[members]).to(mean.dtype)
+    batch_mean, batch_var = plain.total(mean.detach(), var.detach(), over_batch)
+    mean, var = plain.total(mean, var, over_group)
+    first = sum(counts[: dist.get_rank(process_group)])
+    # An empty batch takes any row: the others wait for this process in the backward pass too.
+    own = slice(first, first + images) if images else slice(1)
     return plain.apply_statistics(x, mean[own], var[own], weight, bias, eps), batch_mean[0], batch_var[0]
+
+
+def _group_sizes(examples: int, groups: int, device: torch.device) -> Tensor:
+    """How many examples each group has; the larger ones come first."""
+    size, larger = divmod(examples, groups)
+    return size + (torch.arange(groups, device=device) < larger).long()
+
+
+def _no_rows(x: Tensor) -> Tensor:
+    dtype = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+    return x.reshape(0).to(dtype).view(0, 2 * x.shape[1])
 
 
 class _Gather(torch.autograd.Function):

@@ -80,7 +80,7 @@ def infer(
 
 
 class _Normalise(torch.autograd.Function):
-    """Kept for the backward pass: x, weight, and two numbers a group."""
+    """Kept for the backward pass: x, weight, and two numbers per group."""
 
     @staticmethod
     def forward(
@@ -125,11 +125,11 @@ def _gradients(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, Tensor | Non
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         return _differentiable_gradients(ctx, dy, x, weight)
     dx, dweight, dbias = _backward(dy, x, weight, mean, rstd, need_dx)
-    return (
-        dx if need_dx else None,
-        dweight.to(weight.dtype) if need_dweight else None,
-        dbias.to(ctx.bias_type) if need_dbias else None,
-    )
+    if weight is not None and weight.dtype != dweight.dtype:
+        dweight = dweight.to(weight.dtype)
+    if need_dbias and ctx.bias_type != dbias.dtype:
+        dbias = dbias.to(ctx.bias_type)
+    return dx if need_dx else None, dweight if need_dweight else None, dbias if need_dbias else None
 
 
 def _differentiable_gradients(

@@ -35,14 +35,15 @@ def infer(
     eps: float,
 ) -> Tensor:
     """Inference with weight ``alpha`` on the example's own statistics."""
-    mean, var = running_mean[None], running_var[None]
+    mean, var = _at_least_float32(running_mean)[None], _at_least_float32(running_var)[None]
     if alpha is not None:
+        alpha = alpha.to(mean.dtype)  # in float64 the weights sum to one in float64
         own_mean, own_var = example_moments(x)
         mean, var = (
             mean + alpha * (own_mean - mean),
             (1 - alpha) * var + alpha * own_var + alpha * (1 - alpha) * (mean - own_mean).square(),
         )
-    mean, var = total(mean, var, lambda table: _over_channels(table, channels_per_group))
+    mean, var = total(mean, var, lambda table: over_channels(table, channels_per_group))
     return apply_statistics(x, mean, var, weight, bias, eps)
 
 
@@ -55,6 +56,12 @@ def update_moving_averages(
     (1 - t) V + t v + t (1 - t) (m - M)², with t the momentum.
     """
     with torch.no_grad():
+        if running_mean.dtype != (wide := _at_least_float32(running_mean)).dtype:  # rounded once, at the end
+            wide_var = _at_least_float32(running_var)
+            update_moving_averages(wide, wide_var, mean, var, momentum)
+            running_mean.copy_(wide)
+            running_var.copy_(wide_var)
+            return
         step = mean.to(running_mean.dtype) - running_mean
         running_var.mul_(1 - momentum).add_(var, alpha=momentum)
         running_var.addcmul_(step, step, value=momentum * (1 - momentum))
@@ -67,8 +74,7 @@ def update_moving_averages(
 
 def example_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and biased variance over space of every example and channel, (N, C), at least in float32."""
-    if x.dtype in (torch.float16, torch.bfloat16):
-        x = x.float()
+    x = _at_least_float32(x)
     if x.dim() == 2:
         return x, torch.zeros_like(x)
     space = tuple(range(2, x.dim()))
@@ -84,7 +90,7 @@ def total(mean: Tensor, var: Tensor, average: Callable[[Tensor], Tensor]) -> tup
 
 def over_group(table: Tensor, channels_per_group: int, groups: int) -> Tensor:
     """Every entry replaced by the mean over its group of examples and channels."""
-    return _over_channels(_over_examples(table, groups), channels_per_group)
+    return over_channels(_over_examples(table, groups), channels_per_group)
 
 
 def apply_statistics(
@@ -98,7 +104,7 @@ def apply_statistics(
     return (y if bias is None else y + _along_space(bias, x)).to(x.dtype)
 
 
-def _over_channels(table: Tensor, channels_per_group: int) -> Tensor:
+def over_channels(table: Tensor, channels_per_group: int) -> Tensor:
     """Every entry replaced by the mean over its channel group."""
     if channels_per_group == 1:
         return table
@@ -118,6 +124,10 @@ def _over_examples(table: Tensor, groups: int) -> Tensor:
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
+def _at_least_float32(t: Tensor) -> Tensor:
+    return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
+
+
 def _along_space(table: Tensor, x: Tensor) -> Tensor:
     """(..., C) to (..., C, 1, ...), to be broadcast against x."""
-    return table.reshape(*table.shape, *(1,) * (x.dim() - 2))
+    return table[(..., *(None,) * (x.dim() - 2))]

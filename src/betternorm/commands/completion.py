@@ -9,13 +9,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 
-from betternorm.cli import COMMANDS, OK, build_parser
+from betternorm.cli import COMMANDS, OK, command_parser
 
 EXAMPLES = """\
 examples:
-  eval "$(betternorm completion bash)"        for this shell; put it in ~/.bashrc to stay
-  eval "$(betternorm completion zsh)"         the same in ~/.zshrc, after compinit
-  betternorm completion fish | source         or into ~/.config/fish/config.fish
+  eval "$(betternorm completion bash)"      to stay, in ~/.bashrc
+  eval "$(betternorm completion zsh)"       in ~/.zshrc, after compinit
+  betternorm completion fish | source       in ~/.config/fish/config.fish
 """
 
 
@@ -39,7 +39,7 @@ def _options() -> Options:
     for name in COMMANDS:
         taken: dict[str, list[str]] = {"--help": []}
         with contextlib.suppress(ImportError):
-            for action in _subparser(name)._actions:
+            for action in command_parser(name).options:
                 choices = [str(choice) for choice in action.choices or ()]
                 if not action.option_strings:
                     taken |= {choice: [] for choice in choices}
@@ -47,12 +47,6 @@ def _options() -> Options:
                     taken |= {word: choices for word in action.option_strings if word.startswith("--")}
         found[name] = taken
     return found
-
-
-def _subparser(name: str) -> argparse.ArgumentParser:
-    parser = build_parser({name})
-    commands = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-    return commands.choices[name]  # type: ignore[no-any-return]
 
 
 def _bash(options: Options) -> str:

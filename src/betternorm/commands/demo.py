@@ -17,18 +17,26 @@ from betternorm.lab.report import page
 from betternorm.lab.results import Result
 
 EXAMPLES = """examples:
-  betternorm demo                     five seeds; a table here, a page in betternorm-demo/
-  betternorm demo --seeds 10 --open   more seeds, narrower intervals; the page in the browser
+  betternorm demo                     a table here, a page in betternorm-demo/
+  betternorm demo --seeds 10 --open   narrower intervals; a browser opens
 
-Stopped, it goes on when it is started again; finished, it only shows what it measured. It exits with 1 where the
-network with the improvements is not better for at least four seeds of five."""
+Stopped, it goes on when it is started again; finished, it only shows what it
+measured. It exits with 1 where the network with the improvements is not better
+for at least four seeds of five."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
-    parser.add_argument("--output", default="betternorm-demo", help="folder of the rows and the page (betternorm-demo)")
-    parser.add_argument("--seeds", type=int, default=demo.SEEDS, help=f"networks of each kind ({demo.SEEDS})")
-    parser.add_argument("--processes", type=int, help="trainings at a time (one for each core)")
+    parser.add_argument(
+        "--output",
+        default="betternorm-demo",
+        metavar="FOLDER",
+        help="folder of the rows and the page (betternorm-demo)",
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=demo.SEEDS, metavar="N", help=f"networks of each kind ({demo.SEEDS})"
+    )
+    parser.add_argument("--processes", type=int, metavar="N", help="trainings at a time (one for each core)")
     parser.add_argument("--open", action="store_true", help="open the page in the browser")
     parser.add_argument("--json", action="store_true", help="print tables and verdicts as JSON")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")

@@ -18,13 +18,17 @@ from betternorm.lab.experiments import registry, runner
 from betternorm.lab.experiments.scales import SCALES
 from betternorm.lab.report import files, labels, page
 from betternorm.lab.results import Result, Verdict
+from betternorm.lab.store import Store
+from betternorm.lab.training import Config
 
 EXAMPLES = """examples:
-  betternorm report reproduction-smoke                  its report.html, from all that has been run there
+  betternorm report reproduction-smoke                its report.html
   betternorm report reproduction-small --output small.html
-  betternorm report betternorm-demo --files results     Markdown, PNG, SVG and CSV too
+  betternorm report betternorm-demo --files results   Markdown, PNG, SVG and CSV
+  betternorm report runs --config-of 0123456789abcdef   for `train --config`
 
-The page is one file that needs no network; it shows what has been run so far, and says what is missing."""
+The page is one file that needs no network; it shows what has been run so far,
+and says what is missing."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,8 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="FOLDER", help="of the store, as reproduce and demo name it")
     parser.add_argument("--output", "--out", dest="out", metavar="FILE", help="the page (FOLDER/report.html)")
     parser.add_argument("--files", metavar="FOLDER", help="write figures, tables, Markdown and raw rows there as well")
-    parser.add_argument("--scale", nargs="+", choices=SCALES, help="only experiments at these scales")
-    parser.add_argument("--title", default="Improving batch normalisation, reproduced", help="of the page")
+    parser.add_argument(
+        "--scale", nargs="+", choices=SCALES, metavar="NAME", help=f"only experiments at these: {', '.join(SCALES)}"
+    )
+    parser.add_argument(
+        "--title", default="Improving batch normalisation, reproduced", metavar="TEXT", help="of the page"
+    )
+    parser.add_argument("--config-of", metavar="KEY", help="print a trial's settings for `train --config`, and end")
     parser.add_argument("--json", action="store_true", help="print what was written and all verdicts as JSON")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
@@ -42,6 +51,9 @@ def run(arguments: argparse.Namespace) -> int:
     folder = Path(arguments.folder)
     if not (folder / "store.sqlite").is_file():
         raise UserError(f"FOLDER is {str(folder)!r}, which has no store.sqlite; name one that reproduce or demo wrote")
+    if arguments.config_of:
+        print(json.dumps(config_of(Store(folder), arguments.config_of), indent=2))
+        return OK
     results = collect(folder, arguments.scale, False if arguments.quiet else None)
     if not results:
         raise UserError(f"{folder} has no finished trial of an experiment; `betternorm reproduce` runs them")
@@ -56,6 +68,17 @@ def run(arguments: argparse.Namespace) -> int:
     show(table(["experiment", "scale", "trials", "claims"], rows))
     print("", *written, sep="\n")
     return OK
+
+
+def config_of(store: Store, key: str) -> dict[str, Any]:
+    """What a training changed of the defaults, in the form that ``train --config`` reads."""
+    row = store.get(key)
+    if row is None:
+        raise UserError(f"--config-of is {key!r}; {store.path} has no such trial")
+    if row.kind != Config.kind:
+        raise UserError(f"--config-of is {key}, a trial of kind {row.kind!r}; `train` runs those of {Config.kind!r}")
+    config = Config(**row.config)
+    return config.changed | ({"norm_options": dict(config.norm_options)} if config.norm_options else {})
 
 
 def collect(folder: Path, scales: list[str] | None = None, watched: bool | None = None) -> list[Result]:

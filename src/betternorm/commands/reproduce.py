@@ -12,6 +12,7 @@ from typing import Any
 
 from betternorm.cli import FINDING, OK
 from betternorm.commands import run_options
+from betternorm.commands.parser import CommandParser
 from betternorm.display.tables import table
 from betternorm.display.terminal import show
 from betternorm.errors import UserError
@@ -20,40 +21,41 @@ from betternorm.lab.experiments.scales import SCALES
 from betternorm.lab.report import files, overview
 from betternorm.lab.results import Result
 from betternorm.lab.store import FAILED, Store
-from betternorm.lab.trials import process_rank
+from betternorm.lab.team import team_of
 
 EXAMPLES = f"""experiments:
   {", ".join(registry.NAMES[:6])},
   {", ".join(registry.NAMES[6:])}
 
 examples:
-  betternorm reproduce all                                      digits, in minutes: does everything run here?
-  betternorm reproduce ghost-size --scale small --data-root data --engine processes
-  betternorm reproduce all --scale small --pages docs/results   go on from the rows there, and write the pages anew
-  betternorm reproduce alpha-imagenet --network timm:resnet50.tv_in1k mine.py:build=mine.pt --images val/
-  betternorm reproduce all --scale paper --plan                 trials, GPU hours, disk, and the commands
+  betternorm reproduce all              digits, in minutes: does everything run?
+  betternorm reproduce ghost-size --scale small --engine processes
+  betternorm reproduce all --scale small --pages docs/results
+  betternorm reproduce alpha-imagenet --network timm:resnet50 --images val/
+  betternorm reproduce all --scale paper --plan         trials, GPU hours, disk
 
-A command that was stopped goes on when it is given again; a trial that is finished is never run again."""
+A command that was stopped goes on when it is given again; a trial that is
+finished is never run again."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: CommandParser) -> None:
     parser.epilog = EXAMPLES
     parser.add_argument("names", nargs="+", metavar="NAME", help="experiments, or all")
-    parser.add_argument("--scale", choices=SCALES, default="smoke", help="how large (smoke)")
-    parser.add_argument("--seeds", type=int, help="runs of every arm (each experiment's own number)")
-    parser.add_argument(
-        "--only", nargs="+", default=(), metavar="WORD", help="run the arms with this in their label: 8"
-    )
+    parser.add_argument("--scale", choices=SCALES, default="smoke", metavar="NAME", help=f"{', '.join(SCALES)} (smoke)")
+    parser.add_argument("--seeds", type=int, metavar="N", help="runs of every arm (each experiment's own number)")
     parser.add_argument("--rows-only", action="store_true", help="run nothing: judge the rows that there are")
+    parser.add_argument("--only", nargs="+", default=(), metavar="WORD", rare=True, help="run arms labelled so: 8 128")
     parser.add_argument("--plan", action="store_true", help="say what it would take, and run nothing")
-    parser.add_argument("--output", "--folder", dest="folder", help="folder of the store (reproduction-SCALE)")
     parser.add_argument(
-        "--pages", help="a folder of results: take the finished rows in it, and write pages, figures and rows there"
+        "--output", "--folder", dest="folder", metavar="FOLDER", help="folder of the store (reproduction-SCALE)"
+    )
+    parser.add_argument(
+        "--pages", metavar="FOLDER", help="take the finished rows in it, and write pages, figures and rows there"
     )
     own = parser.add_argument_group("alpha-imagenet on networks and images of your own")
     own.add_argument("--network", nargs="+", default=[], metavar="SPEC=WEIGHTS", help="timm:NAME alone fetches weights")
-    own.add_argument("--images", help="a folder with one folder per class, or .npz")
-    own.add_argument("--image-size", type=int, help="side that the networks see (224)")
+    own.add_argument("--images", metavar="DATA", help="a folder with one folder per class, or .npz")
+    own.add_argument("--image-size", type=int, metavar="N", help="side that the networks see (224)")
     how = parser.add_argument_group("where and how")
     run_options.add_arguments(how, retry=False)
     how.add_argument("--json", action="store_true", help="print tables and verdicts as JSON")
@@ -77,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
         results = runner.reproduce(
             names, arguments.scale, folder, seeds=arguments.seeds, own=own, only=arguments.only, **how
         )
-    if process_rank() > 0:
+    if team_of(how["runtime"]).rank > 0:
         return OK
     if arguments.json:
         print(json.dumps([as_plain(result) for result in results], indent=2, ensure_ascii=False))

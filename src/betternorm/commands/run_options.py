@@ -27,14 +27,26 @@ RUNTIME = {
 }
 
 
+COMMON = ("data_root", "devices")  # the others are shown by --help-all
+METAVARS = {int: "N", float: "X", str: "NAME", "data_root": "FOLDER", "finetune_from": "FILE"}
+
+
 def add_arguments(group: Any, *, retry: bool) -> None:
+    places = ", ".join(engines.ENGINES)
+    group.add_argument(
+        "--engine", choices=engines.ENGINES, default="here", metavar="NAME", help=f"where trials run: {places} (here)"
+    )
+    group.add_argument(
+        "--processes", type=int, metavar="N", help="of --engine processes (one for each core), or of ray"
+    )
+    group.add_argument("--address", metavar="HOST:PORT", rare=True, help="of a running Ray cluster")
     for item in fields(Runtime):
         if item.name in RUNTIME:
-            add_field(group, item, Runtime, RUNTIME[item.name])
-    group.add_argument("--engine", choices=engines.ENGINES, default="here", help="where trials run (here)")
-    group.add_argument("--processes", type=int, help="of --engine processes, or of a Ray started here")
-    group.add_argument("--address", help="of a running Ray cluster")
-    group.add_argument("--retry", action=argparse.BooleanOptionalAction, default=retry, help="run what failed again")
+            add_field(group, item, Runtime, RUNTIME[item.name], rare=item.name not in COMMON)
+    group.add_argument(
+        "--retry", action=argparse.BooleanOptionalAction, default=retry, rare=True, help="run what failed again"
+    )
+    group.add_argument("--config", metavar="FILE", help="options from JSON or TOML; those given here win")
     group.add_argument("--quiet", action="store_true", help="no progress bar")
 
 
@@ -51,25 +63,25 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def add_field(group: Any, item: Any, owner: type, meaning: str) -> None:
+def add_field(group: Any, item: Any, owner: type, meaning: str, rare: bool = False) -> None:
     """An option from a field of a dataclass: its name, type, default and help."""
     flag, kind = f"--{item.name.replace('_', '-')}", typing.get_type_hints(owner)[item.name]
     shown = " ".join(map(str, item.default)) if isinstance(item.default, tuple) else item.default
     text = (meaning if item.default is None or item.default == () else f"{meaning} ({shown})").replace("%", "%%")
     if kind is bool:
-        group.add_argument(flag, action=argparse.BooleanOptionalAction, default=item.default, help=meaning)
-    elif typing.get_origin(kind) is tuple:
-        group.add_argument(flag, type=typing.get_args(kind)[0], nargs="*", default=item.default, help=text)
-    else:
-        group.add_argument(flag, type=_reader(kind), default=item.default, help=text)
-
-
-def _reader(kind: Any) -> Any:
-    """What turns a word into a value of this type; of str | float, a number where it is one."""
-    if not isinstance(kind, types.UnionType):
-        return kind
-    members = [member for member in typing.get_args(kind) if member is not types.NoneType]
-    return members[0] if len(members) == 1 else parse_value
+        group.add_argument(flag, action=argparse.BooleanOptionalAction, default=item.default, rare=rare, help=meaning)
+        return
+    several = typing.get_origin(kind) is tuple
+    members = [member for member in typing.get_args(kind) or (kind,) if member not in (types.NoneType, Ellipsis)]
+    group.add_argument(
+        flag,
+        type=members[0] if len(members) == 1 else parse_value,  # of str | float, a number where it is one
+        nargs="*" if several else None,
+        metavar=METAVARS.get(item.name, METAVARS[members[0]]),
+        default=item.default,
+        rare=rare,
+        help=text,
+    )
 
 
 def parse_value(word: str) -> Any:

@@ -10,48 +10,61 @@ from typing import Any
 
 from betternorm.cli import FINDING, OK
 from betternorm.commands import run_options
+from betternorm.commands.parser import CommandParser
 from betternorm.display.tables import table
 from betternorm.display.terminal import show
 from betternorm.errors import UserError
 from betternorm.lab import engines, stats
 from betternorm.lab.store import DONE, Row, Store
+from betternorm.lab.team import team_of
 from betternorm.lab.training import JUDGED_BY, Config
-from betternorm.lab.trials import grid, process_rank
+from betternorm.lab.trials import grid
 
 EXAMPLES = """examples:
-  betternorm train                                                     digits, batch norm
+  betternorm train                                       digits, batch norm
   betternorm train --norm ghost --norm-option ghost_size=16 --seed 0 1 2
-  betternorm train --dataset cifar100 --data-root ~/data --width 16 --epochs 60 --norm-decay auto
-  betternorm train --dataset photos/ --network timm:resnet50 --finetune-from resnet50.safetensors
-  torchrun --nproc-per-node 2 -m betternorm.cli train --norm weighed   two processes, one batch
+  betternorm train --dataset cifar100 --data-root ~/data --epochs 60
+  betternorm train --config ghost.json --seed 0 1 2      as `report --config-of`
+  torchrun --nproc-per-node 2 -m betternorm.cli train --norm weighed
 
-A run that is stopped goes on when the same command is given again; one that is finished only shows its result."""
+A run that is stopped goes on when the same command is given again; one that
+is finished only shows its result."""
+
+# The options in groups, each from its first field on, and those that --help shows.
+GROUPS = {"dataset": "data and network", "batch_size": "training", "validate_every": "evaluation"}
+COMMON = ("dataset", "network", "norm", "batch_size", "epochs", "learning_rate", "weight_decay", "norm_decay")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: CommandParser) -> None:
     parser.epilog = EXAMPLES
-    what = parser.add_argument_group("what is trained")
+    group: Any = parser
     for item in fields(Config):
-        if item.name not in ("seed", "norm_options"):
-            run_options.add_field(what, item, Config, item.metadata["help"])
-    what.add_argument(
-        "--norm-option", action="append", default=[], metavar="NAME=VALUE", help="an option of --norm; may be repeated"
-    )
-    what.add_argument("--seed", type=int, nargs="+", default=[0], help="one run for each (0)")
+        if item.name in GROUPS:
+            group = parser.add_argument_group(GROUPS[item.name])
+        if item.name == "norm_options":
+            group.add_argument(
+                "--norm-option",
+                action="append",
+                default=[],
+                metavar="K=VALUE",
+                help="an option of --norm; may be repeated",
+            )
+        elif item.name != "seed":
+            run_options.add_field(group, item, Config, item.metadata["help"], rare=item.name not in COMMON)
     how = parser.add_argument_group("where and how")
-    how.add_argument("--output", default="runs", help="folder of the store (runs)")
+    how.add_argument("--seed", type=int, nargs="+", metavar="N", default=[0], help="one run for each (0)")
+    how.add_argument("--output", default="runs", metavar="FOLDER", help="folder of the store (runs)")
     run_options.add_arguments(how, retry=True)
-    how.add_argument("--export", metavar="FILE", help="write all rows of the store to .csv or .parquet")
+    how.add_argument("--export", metavar="FILE", rare=True, help="write all rows of the store to .csv or .parquet")
     how.add_argument("--json", action="store_true", help="print the rows as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
     values = {item.name: getattr(arguments, item.name) for item in fields(Config) if hasattr(arguments, item.name)}
     values |= {"seed": arguments.seed[0], "norm_options": dict(map(_option, arguments.norm_option))}
-    rows = engines.run_trials(
-        grid(Config(**values), seed=arguments.seed), arguments.output, **run_options.engine_options(arguments)
-    )
-    if process_rank() > 0:
+    how = run_options.engine_options(arguments)
+    rows = engines.run_trials(grid(Config(**values), seed=arguments.seed), arguments.output, **how)
+    if team_of(how["runtime"]).rank > 0:
         return OK
     if arguments.export:
         Store(arguments.output).export(arguments.export)

@@ -71,7 +71,7 @@ class Visit:
     def run(self, example_input: Any, grad: bool = False) -> Any:
         """One forward pass; every one starts from the same buffers and the same random state."""
         self._restore_buffers()  # before and not after: autograd refuses buffers that changed since the pass
-        with torch.set_grad_enabled(grad), _same_randomness(self._devices):
+        with torch.set_grad_enabled(grad), _same_randomness(self._devices), _without_compiled_graphs():
             arguments, keywords = _arguments(example_input, grad)
             return self.model(*arguments, **keywords)
 
@@ -173,6 +173,14 @@ def _arguments(example_input: Any, grad: bool) -> tuple[list[Any], dict[str, Any
     if isinstance(example_input, (tuple, list)):
         return [fresh(value) for value in example_input], {}
     return [fresh(example_input)], {}
+
+
+def _without_compiled_graphs() -> contextlib.AbstractContextManager[None]:
+    """Compiled parts, such as torchvision's roi_align, give up what they saved after one backward pass."""
+    if not hasattr(torch.compiler, "set_stance"):  # torch before 2.6
+        return contextlib.nullcontext()
+    stance: contextlib.AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -21,11 +22,13 @@ from typing import Any
 from betternorm.display.progress import Bar
 from betternorm.errors import UserError
 from betternorm.lab.store import FAILED, RUNNING, Row, Store
-from betternorm.lab.trials import Runtime, Trial, perform, run_trial, settled
+from betternorm.lab.team import team_of, world_size
+from betternorm.lab.trials import Runtime, Trial, check_machine, perform, run_trial, settled
 
 ENGINES = ("here", "processes", "ray")
 LIVES = 3  # times that a trial may lose its process before it counts as failed
 PRELOADED = ["betternorm.lab.training", "betternorm.lab.fabric"]
+MOST_PER_CORE = 8  # processes of a pool; each holds a network, a dataset and a copy of torch
 REPORT_EVERY = 0.5  # seconds between a worker's reports
 
 
@@ -45,7 +48,7 @@ def run_trials(
     Args:
         engine: "here" is this process, one after the other; "processes" is a pool on this machine; "ray" is a cluster,
             whose machines have this package and see ``folder`` at the same path.
-        workers: processes of the pool (by default a core each), or of a Ray that is started here.
+        workers: processes of the pool (by default one per core), or of a Ray that is started here.
         address: of a running Ray cluster; without it one is started on this machine, and stopped at the end.
         retry: run failed trials again.
         show: draw a progress bar; None where somebody is watching.
@@ -57,9 +60,18 @@ def run_trials(
     if workers is not None and workers < 1:
         raise UserError(f"workers is {workers}; it has to be 1 or more")
     runtime = runtime or Runtime()
-    store = Store(folder)
+    if engine != "here" and world_size(runtime) > 1:
+        raise UserError(
+            f"engine is {engine!r}, which gives each trial one process, and there are {world_size(runtime)} "
+            "(devices times nodes, or as torchrun says); several on one trial need engine 'here'"
+        )
+    if engine != "ray":  # whose machines are others
+        check_machine(runtime)
+    store, team = Store(folder), team_of(runtime)
     wanted = list(dict.fromkeys(trials))
-    todo = [trial for trial in wanted if not ((row := store.get(trial.key)) and settled(row, retry))]
+    todo = team.told_by_first(
+        [trial for trial in wanted if not ((row := store.get(trial.key)) and settled(row, retry))]
+    )
     alone = len(wanted) == 1 and engine == "here"
     inner = replace(runtime, show=runtime.show if alone else False)  # one bar, not one in the other
     with Watch(len(wanted), len(wanted) - len(todo), False if alone else show) as watch:
@@ -69,7 +81,7 @@ def run_trials(
             _processes(todo, store, inner, retry, watch, workers)
         else:
             _ray(todo, store, inner, retry, watch, workers, address)
-    rows = {trial: store[trial.key] for trial in wanted}
+    rows = team.told_by_first({} if team.rank else {trial: store[trial.key] for trial in wanted})
     return [rows[trial] for trial in trials]
 
 
@@ -131,6 +143,8 @@ def _processes(
 ) -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     workers = min(workers or cores, len(todo))
+    if workers > MOST_PER_CORE * cores:
+        raise UserError(f"workers is {workers}; it has to be from 1 to {MOST_PER_CORE * cores} with {cores} cores")
     # As many threads as cores in all: more would only take turns.
     runtime = replace(runtime, threads=runtime.threads or max(1, cores // max(1, workers)))
     queue, busy, deaths = deque(todo), deque[Trial](), dict.fromkeys(todo, 0)
@@ -157,6 +171,8 @@ def _processes(
                     pool.remove(worker)
                     _replace_dead_worker(worker, given, store, deaths, queue, watch)
     finally:
+        for worker in pool:
+            worker.process.terminate()
         for worker in pool:
             worker.stop()
 
@@ -201,6 +217,8 @@ class _Worker:
         try:
             while self.pipe.poll():
                 message = self.pipe.recv()
+                if isinstance(message, UserError):
+                    raise message
                 if isinstance(message, Row):
                     self.trial = None
                     return message
@@ -222,19 +240,31 @@ class _Worker:
 def _serve(pipe: Connection, folder: Path, runtime: Runtime, retry: bool) -> None:
     """What a worker does until nobody is there to give it anything."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
     last = 0.0
 
     def report(part: float) -> None:
         nonlocal last
         if time.monotonic() - last >= REPORT_EVERY:
             last = time.monotonic()
-            with contextlib.suppress(OSError):  # the parent is gone: this trial is finished all the same
+            with contextlib.suppress(OSError):  # the parent is gone, and so will this process be
                 pipe.send(part)
 
     with contextlib.suppress(EOFError, OSError):
         while True:
             trial, patient = pipe.recv()
-            pipe.send(run_trial(trial, folder, runtime, retry=retry, wait=patient, progress=report))
+            try:
+                pipe.send(run_trial(trial, folder, runtime, retry=retry, wait=patient, progress=report))
+            except UserError as problem:  # of the store, such as a full disk: no other worker would fare better
+                pipe.send(problem)
+
+
+def _leave_with_parent() -> None:
+    """Whatever ended the parent ends its workers: nobody would read their rows, and the checkpoint is there."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
 
 
 # On Ray -------------------------------------------------------------------------------------------------------------
@@ -310,6 +340,7 @@ def _cluster(ray: Any, address: str | None, workers: int | None, threads: int) -
     if ray.is_initialized():
         yield
         return
+    on_termination = signal.getsignal(signal.SIGTERM)
     try:
         if address:
             ray.init(address=address, log_to_driver=False, logging_level="ERROR")
@@ -318,6 +349,8 @@ def _cluster(ray: Any, address: str | None, workers: int | None, threads: int) -
             ray.init(num_cpus=cpus, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, RuntimeError, ValueError) as problem:
         raise UserError(f"Ray cannot be reached at {address}: {str(problem).splitlines()[0]}") from problem
+    if callable(on_termination) and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, on_termination)  # Ray puts one in its place that aborts
     try:
         yield
     finally:

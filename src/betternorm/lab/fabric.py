@@ -14,32 +14,35 @@ from torch.nn.parallel import DistributedDataParallel
 
 from betternorm.errors import UserError
 from betternorm.integrations.torchvision import ready
+from betternorm.lab.team import launched_by_torchrun
 from betternorm.lab.trials import Runtime
 
 ready()  # lightning imports torchvision
 
 from lightning.fabric import Fabric  # noqa: E402
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment  # noqa: E402
 from lightning.fabric.strategies.ddp import DDPStrategy  # noqa: E402
 
 
 def launch(precision: str, runtime: Runtime) -> Fabric:
     """As ``runtime`` says, or under torchrun as its variables say."""
     devices, nodes = runtime.devices, runtime.nodes
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if launched_by_torchrun():
         devices = int(os.environ["LOCAL_WORLD_SIZE"])
         nodes = int(os.environ["WORLD_SIZE"]) // devices
     # Buffers are not broadcast from the first process at each step: that would throw the others' statistics away.
     known = inspect.signature(DistributedDataParallel).parameters
     switch = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     options: dict[str, Any] = {switch: False}
-    strategy = DDPStrategy(**options) if devices * nodes > 1 else "auto"
+    alone = devices * nodes == 1
     try:
         fabric = Fabric(
             accelerator=runtime.accelerator,
             devices=devices,
             num_nodes=nodes,
-            strategy=strategy,
+            strategy="auto" if alone else DDPStrategy(**options),
             precision=cast(Any, precision),  # Fabric checks it
+            plugins=LightningEnvironment() if alone else None,  # or it would count the tasks of a Slurm job
         )
     except (ValueError, RuntimeError) as problem:
         raise UserError(f"Lightning Fabric refuses: {' '.join(str(problem).split())}") from problem

@@ -114,7 +114,7 @@ class EvenGroupNorm(GroupNormBase):
 class SwitchableNorm(nn.BatchNorm2d):
     """Batch, instance and layer statistics mixed by learned weights (Luo et al. 2019, arXiv:1806.10779).
 
-    Means and variances have weights of their own, a softmax over three numbers a layer. At inference the batch's part
+    Means and variances have weights of their own, a softmax over three numbers per layer. At inference the batch's part
     comes from moving averages.
     """
 

@@ -1,6 +1,6 @@
 """Where results live: one SQLite file in the output folder, a row for every trial.
 
-Many processes write at once (write-ahead log, one short transaction a row); a process that is killed loses nothing it
+Many processes write at once (write-ahead log, one short transaction per row); a process that is killed loses nothing it
 was told was written; a finished row is never written again.
 """
 
@@ -68,7 +68,7 @@ class Row:
 
 
 class Store:
-    """The rows of an output folder.
+    """The rows of an output folder. In a folder that cannot be written, such as on a read-only disk, they can be read.
 
     Examples::
 
@@ -82,9 +82,13 @@ class Store:
         self.path = self.folder / "store.sqlite"
         self._connection: sqlite3.Connection | None = None
         self._owner = 0
-        make_folder(self.folder)
-        with self._open() as connection:
-            connection.execute(SCHEMA)
+        self._read_only = self.path.is_file() and not (
+            os.access(self.folder, os.W_OK) and os.access(self.path, os.W_OK)
+        )
+        if not self._read_only:
+            make_folder(self.folder)
+            with self._open() as connection:
+                connection.execute(SCHEMA)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Store, (self.folder,)
@@ -182,7 +186,8 @@ class Store:
         """A connection of this process's own (they do not survive a fork), and its errors as one line."""
         try:
             if self._connection is None or self._owner != os.getpid():
-                self._connection, self._owner = _connect(self.path), os.getpid()
+                self._connection = _connect_to_read(self.path) if self._read_only else _connect(self.path)
+                self._owner = os.getpid()
             yield self._connection
         except sqlite3.DatabaseError as problem:
             raise UserError(
@@ -228,6 +233,13 @@ def _connect(path: Path) -> sqlite3.Connection:
             time.sleep(0.01)
     connection.execute("PRAGMA synchronous = FULL")  # on disk, not in a cache, before a row counts as written
     return connection
+
+
+def _connect_to_read(path: Path) -> sqlite3.Connection:
+    """Without leaving a trace. SQLite reads a log that is there; where there is none, it has to be told so."""
+    log = path.with_name(f"{path.name}-wal")
+    how = "mode=ro" if log.is_file() and log.stat().st_size else "immutable=1"
+    return sqlite3.connect(f"{path.resolve().as_uri()}?{how}", uri=True, isolation_level=None, check_same_thread=False)
 
 
 def make_folder(folder: Path) -> None:

@@ -26,6 +26,7 @@ import torch
 
 from betternorm.errors import UserError
 from betternorm.lab.store import DONE, FAILED, RUNNING, Row, Store
+from betternorm.lab.team import launched_by_torchrun, team_of
 
 Progress = Callable[[float], None]  # called with the part of the trial that is done, 0 to 1
 T = TypeVar("T", bound="Trial")
@@ -135,26 +136,42 @@ def run_trial(
     A finished trial is not run again. A failed one is, if ``retry``. One that another process is running is waited for;
     with ``wait=False`` its row comes back as it stands, "running".
     """
-    store = Store(folder)
-    row = store.get(trial.key)
-    if row is not None and settled(row, retry):
-        return row
-    if process_rank() > 0:  # one of several processes on one trial: the first writes the row
-        outcome = perform(trial, store.trial_folder(trial.key), runtime, progress)
+    runtime = runtime or Runtime()
+    store, team = Store(folder), team_of(runtime)
+    place = store.trial_folder(trial.key)
+    there: Row | None = None  # what the first process finds; None says that the trial is to be run
+    if team.rank > 0:
+        there = team.told_by_first(there)
+        if there is not None:
+            return there
+        outcome = team.outcome(perform(trial, place, runtime, progress))
         return Row(trial.key, trial.kind, FAILED if "error" in outcome else DONE, trial.config, **outcome)
+    there = store.get(trial.key)
+    if there is not None and settled(there, retry):
+        return team.told_by_first(there)
     with store.claim(trial.key, wait) as mine:
-        row = store.get(trial.key)  # whoever held it may have finished it
-        if not mine or (row is not None and settled(row, retry)):
-            return row or Row(trial.key, trial.kind, RUNNING, trial.config)
+        there = store.get(trial.key)  # whoever held it may have finished it
+        if not mine or (there is not None and settled(there, retry)):
+            return team.told_by_first(there or Row(trial.key, trial.kind, RUNNING, trial.config))
+        team.told_by_first(None)
         store.start(trial.key, trial.kind, trial.config)
-        outcome = perform(trial, store.trial_folder(trial.key), runtime, progress)
+        outcome = team.outcome(perform(trial, place, runtime, progress))
         store.finish(trial.key, trial.kind, trial.config, **outcome)
     return store[trial.key]
 
 
-def process_rank() -> int:
-    """This process's number among those that torchrun, Lightning or SLURM started for a trial; 0 where it is alone."""
-    return int(next((os.environ[name] for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK") if name in os.environ), 0))
+def check_machine(runtime: Runtime) -> None:
+    """Refuse what this machine cannot carry, before it is tried."""
+    cores = os.cpu_count() or 1
+    readers = max(64, 4 * cores)  # they wait for disks more than they compute
+    on_cpu = runtime.accelerator == "cpu" or (runtime.accelerator == "auto" and not torch.cuda.is_available())
+    limits = [("nodes", runtime.nodes, 1, None), ("workers", runtime.workers, 0, readers)]
+    limits += [("devices", runtime.devices, 1, cores if on_cpu and not launched_by_torchrun() else None)]
+    limits += [("threads", 1 if runtime.threads is None else runtime.threads, 1, 4 * cores)]
+    for name, value, least, most in limits:
+        if value < least or (most is not None and value > most):
+            allowed = f"{least} or more" if most is None else f"from {least} to {most} on this machine of {cores} cores"
+            raise UserError(f"{name} is {value}; it has to be {allowed}")
 
 
 def settled(row: Row, retry: bool = False) -> bool:
@@ -167,11 +184,12 @@ def perform(
 ) -> dict[str, Any]:
     """Run a trial, without a store: ``result`` or ``error``, and ``provenance``."""
     runtime = runtime or Runtime()
-    if runtime.threads is not None:
-        torch.set_num_threads(runtime.threads)
     started = time.time()
     outcome: dict[str, Any] = {}
     try:
+        check_machine(runtime)
+        if runtime.threads is not None:
+            torch.set_num_threads(runtime.threads)
         outcome["result"] = trial.run(folder, runtime, progress)
     except UserError as problem:
         outcome["error"] = str(problem)

@@ -128,7 +128,7 @@ class Evaluations:
             elif len(counts) == len(batch_keys):
                 order = by_batch
                 if len(self.batch_keys) and not torch.equal(batch_keys[order], self.batch_keys):
-                    raise _other_examples(f"a batch, and {name!r} is one number a batch, than in the one before")
+                    raise _other_examples(f"a batch, and {name!r} is one number per batch, than in the one before")
             else:
                 raise ValueError(
                     f"metric {name!r} gave {len(counts)} numbers for {len(keys)} examples in {len(batch_keys)} "
@@ -146,7 +146,7 @@ class Evaluations:
     # -- what was found --
 
     def by_batch(self) -> bool:
-        """Whether a metric has only one number a batch, so that batches cannot be split between folds."""
+        """Whether a metric has only one number per batch, so that batches cannot be split between folds."""
         return any(len(counts) != len(self.keys) for counts in self.counts.values())
 
     def groups(self) -> int:

@@ -9,7 +9,7 @@ from betternorm.weighing.evaluation import Evaluations
 
 
 class Folds:
-    """Which fold every example is in. Where a metric has only one number a batch, a batch is in one fold."""
+    """Which fold every example is in. Where a metric has only one number per batch, a batch is in one fold."""
 
     def __init__(self, evaluations: Evaluations, count: int, seed: int) -> None:
         self.count, self._evaluations = count, evaluations

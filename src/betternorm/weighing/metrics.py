@@ -1,6 +1,6 @@
 """What a network is judged by: top-1 and top-5 accuracy, cross-entropy, calibration error, or the user's own.
 
-A metric turns a batch into one number an example (or one a batch), and those numbers into one figure. Keeping the
+A metric turns a batch into one number per example (or one per batch), and those numbers into one figure. Keeping the
 numbers is what makes folds, intervals and paired tests free: none of them needs the network again.
 """
 

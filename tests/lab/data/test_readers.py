@@ -185,7 +185,10 @@ def not_npz(folder):
         (corrupt_picture, "b/4.png cannot be read as an image"),
         (no_pictures, "has no images"),
         (not_npz, "cannot be read as .npz"),
-        (lambda folder: npz(folder, train_images=pixels(4), train_labels=np.arange(3)), "one label for each of the 4"),
+        (
+            lambda folder: npz(folder, train_images=pixels(4), train_labels=np.arange(3)),
+            "a whole number for each of the 4",
+        ),
         (lambda folder: npz(folder, train_images=pixels(4) / 255, train_labels=np.arange(4)), "has to be uint8"),
         (lambda folder: npz(folder, x=np.zeros(3)), "needs train_images"),
         (

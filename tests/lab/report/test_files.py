@@ -118,6 +118,26 @@ def test_a_line_between_bars_of_a_cell_does_not_break_the_table():
 
 
 @pytest.mark.parametrize(
+    ("text", "rendered"),
+    [
+        ("<script>alert(1)</script>", "<p>&lt;script&gt;alert(1)&lt;/script&gt;</p>"),
+        ("p < 0.05 & n > 3", "<p>p &lt; 0.05 &amp; n &gt; 3</p>"),
+        ("a &lt;b&gt;", "<p>a &amp;lt;b&amp;gt;</p>"),
+        ("`x < y` and *stress*", "<p><code>x &lt; y</code> and <em>stress</em></p>"),
+        ("`<b>` and ` <i>", "<p><code>&lt;b&gt;</code> and ` &lt;i&gt;</p>"),
+        ("[press](javascript:alert(1))", "<p>[press](javascript:alert(1))</p>"),
+    ],
+)
+def test_what_comes_from_rows_is_text_in_markdown(text, rendered):
+    """As a renderer of Markdown shows it, in notes and in tables."""
+    verdict = replace(examples.decay().verdicts[0], claim=text)
+    page = files.markdown(replace(examples.decay(), notes=text, verdicts=[verdict]), "decay")
+    markdown = pytest.importorskip("markdown").markdown(page, extensions=["tables"])
+    assert rendered in markdown
+    assert f"<td>{rendered.removeprefix('<p>').removesuffix('</p>')}</td>" in markdown
+
+
+@pytest.mark.parametrize(
     ("values", "from_zero"),
     [((95.0, 97.0), False), ((0.0, 3.0), True), ((-1.0, 3.0), True), ((-3.0, -1.0), True), ((1.0, 9.0), True)],
 )

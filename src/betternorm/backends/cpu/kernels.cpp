@@ -26,6 +26,7 @@ namespace {
 typedef float vec __attribute__((vector_size(64), aligned(4), may_alias));
 typedef float vec8 __attribute__((vector_size(32), aligned(4), may_alias));
 typedef float vec4 __attribute__((vector_size(16), aligned(4), may_alias));
+typedef double wide __attribute__((vector_size(128), aligned(8), may_alias));
 typedef uint32_t words __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint16_t shorts __attribute__((vector_size(32), aligned(2), may_alias));
 
@@ -67,7 +68,7 @@ INLINE void store(float16 *p, vec v) {
         _mm_storeu_si128((__m128i *)(p + 8 * i), _mm256_cvtps_ph((__m256)((const vec8 *)&v)[i], 0));
 }
 #else
-INLINE float widened(uint16_t h) {
+INLINE float as_float(uint16_t h) {
     const uint32_t sign = (uint32_t)(h & 0x8000) << 16, exponent = (h >> 10) & 31, fraction = h & 0x3ff;
     if (exponent == 0) {
         const float small = (float)fraction * 0x1p-24f;
@@ -96,7 +97,7 @@ INLINE uint16_t narrowed(float f) {
 }
 INLINE vec load(const float16 *p) {
     vec v;
-    for (int i = 0; i < LANES; i++) v[i] = widened(p[i].bits);
+    for (int i = 0; i < LANES; i++) v[i] = as_float(p[i].bits);
     return v;
 }
 INLINE void store(float16 *p, vec v) {
@@ -116,6 +117,7 @@ template <class T> INLINE void store_some(T *p, vec v, int64_t count) {
     for (int64_t i = 0; i < count; i++) p[i] = values[i];
 }
 
+INLINE wide widened(vec v) { return __builtin_convertvector(v, wide); }
 INLINE vec splat(float f) { return f - (vec){0}; }
 INLINE vec first_lanes(vec v, int64_t count) {
     for (int64_t i = 0; i < LANES; i++) v[i] = i < count ? v[i] : 0;
@@ -155,6 +157,26 @@ INLINE Block unit_block(const Shape &s, int64_t group, int64_t c0, int64_t width
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// Room for a unit's numbers, for as long as a thread works on units.
+struct Scratch {
+    int64_t padded;  // width in whole vectors
+    double *a, *b, *c, *d, *e, *f;
+    Coefficients k;
+    float *better;
+    float *lines;  // LINES rows of up to three sums
+
+    explicit Scratch(int64_t width) : padded((width + LANES - 1) / LANES * LANES) {
+        a = (double *)__builtin_malloc(padded * (6 * sizeof(double) + (5 + 3 * LINES) * sizeof(float)));
+        b = a + padded, c = b + padded, d = c + padded, e = d + padded, f = e + padded;
+        float *const floats = (float *)(f + padded);
+        k = {floats, floats + padded, floats + 2 * padded, floats + 3 * padded};
+        better = floats + 4 * padded;
+        lines = floats + 5 * padded;
+    }
+    Scratch(const Scratch &) = delete;
+    ~Scratch() { __builtin_free(a); }
+};
 
 // ---- sums for each channel over a block ----
 
@@ -219,80 +241,112 @@ INLINE void sums_of_channel(const Block &b, const T *x, const T *dy, float centr
     for (int k = 0; k < K; k++) out[k][at] = all[k] + total(sum[0][k] + sum[1][k]);
 }
 
-// Channels last: `vectors` times LANES channels at once, or `width` of them, fewer than LANES. Number and order of the
-// sums is the same for every channel, so that a result does not depend on how the work was divided.
+constexpr int64_t TILE = 64;  // rows
+
+// Channels last: rows are read whole, a tile of them at a time, as memory likes it; the sums of `vectors` times LANES
+// channels, or of `width` of them, fewer than LANES, are in registers while a tile is read, and in `lines` between tiles.
+// Number and order of the sums is the same for every channel, so that a result does not depend on how the work was divided.
 template <Term term, int vectors, class T>
-INLINE void sums_of_rows(const Block &b, const T *x, const T *dy, const float *centre, double *const *out, int64_t at,
-                         int64_t width) {
+INLINE void sums_of_tile(int64_t rows, int64_t stride, const T *x, const T *dy, const float *centre, float *lines,
+                         int64_t padded, int64_t width) {
     constexpr int K = sums_of<term>(), count = vectors ? vectors : 1;
-    const int64_t lanes = vectors ? LANES : width;
 #define GET(p, v) (vectors ? load((p) + (v) * LANES) : load_some(p, width))
-    vec m[count];
+    vec m[count], sum[LINES][count][K];
     for (int v = 0; v < count; v++) m[v] = term == SUM ? (vec){0} : GET(centre, v);
-    for (int64_t row = 0; row < b.rows;) {
-        const int64_t stop = least(b.rows, row + LINES * STRETCH);
-        vec sum[LINES][count][K] = {};
-        for (; row + LINES <= stop; row += LINES, x += LINES * b.stride, dy += LINES * b.stride)
-            for (int j = 0; j < LINES; j++)
-                for (int v = 0; v < count; v++) {
-                    const vec e = term == PRODUCTS ? GET(dy + j * b.stride, v) : m[v];
-                    add<term>(sum[j][v], GET(x + j * b.stride, v), e, m[v]);
-                }
-        for (; row < stop; row++, x += b.stride, dy += b.stride)
-            for (int v = 0; v < count; v++)
-                add<term>(sum[0][v], GET(x, v), term == PRODUCTS ? GET(dy, v) : m[v], m[v]);
-        for (int k = 0; k < K; k++)
-            for (int v = 0; v < count; v++)
-                for (int64_t i = 0; i < lanes; i++)
-                    out[k][at + v * LANES + i] += (double)sum[0][v][k][i] + sum[1][v][k][i];
-    }
+    for (int j = 0; j < LINES; j++)
+        for (int v = 0; v < count; v++)
+            for (int k = 0; k < K; k++) sum[j][v][k] = load(lines + (j * K + k) * padded + v * LANES);
+    int64_t row = 0;
+    for (; row + LINES <= rows; row += LINES, x += LINES * stride, dy += LINES * stride)
+        for (int j = 0; j < LINES; j++)
+            for (int v = 0; v < count; v++) {
+                const vec e = term == PRODUCTS ? GET(dy + j * stride, v) : m[v];
+                add<term>(sum[j][v], GET(x + j * stride, v), e, m[v]);
+            }
+    for (; row < rows; row++, x += stride, dy += stride)
+        for (int v = 0; v < count; v++)
+            add<term>(sum[0][v], GET(x, v), term == PRODUCTS ? GET(dy, v) : m[v], m[v]);
+    for (int j = 0; j < LINES; j++)
+        for (int v = 0; v < count; v++)
+            for (int k = 0; k < K; k++) store(lines + (j * K + k) * padded + v * LANES, sum[j][v][k]);
 #undef GET
 }
 
 template <Term term, class T>
-void sums(const Block &b, const T *x, const T *dy, const float *centre, double *const *out) {
+void sums(const Block &b, const T *x, const T *dy, const float *centre, const Scratch &s, double *const *out) {
+    constexpr int K = sums_of<term>();
     x += b.start;
     dy += b.start;
-    int64_t c = 0;
     if (!b.channels_last) {
-        for (; c < b.width; c++)
+        for (int64_t c = 0; c < b.width; c++)
             sums_of_channel<term>(b, x + c * b.space, dy + c * b.space, term == SUM ? 0 : centre[c], out, c);
         return;
     }
-    for (int k = 0; k < sums_of<term>(); k++) __builtin_memset(out[k], 0, b.width * sizeof(double));
-    for (; c + 4 * LANES <= b.width; c += 4 * LANES) sums_of_rows<term, 4>(b, x + c, dy + c, centre + c, out, c, 0);
-    for (; c + LANES <= b.width; c += LANES) sums_of_rows<term, 1>(b, x + c, dy + c, centre + c, out, c, 0);
-    if (c < b.width) sums_of_rows<term, 0>(b, x + c, dy + c, centre + c, out, c, b.width - c);
+    const int64_t padded = s.padded;
+    for (int k = 0; k < K; k++) __builtin_memset(out[k], 0, b.width * sizeof(double));
+    for (int64_t begin = 0; begin < b.rows; begin += LINES * STRETCH) {
+        const int64_t end = least(b.rows, begin + LINES * STRETCH);
+        __builtin_memset(s.lines, 0, LINES * K * padded * sizeof(float));
+        for (int64_t row = begin; row < end; row += TILE) {
+            const int64_t rows = least(TILE, end - row), at = row * b.stride;
+            int64_t c = 0;
+            for (; c + 4 * LANES <= b.width; c += 4 * LANES)
+                sums_of_tile<term, 4>(rows, b.stride, x + at + c, dy + at + c, centre + c, s.lines + c, padded, 0);
+            for (; c + LANES <= b.width; c += LANES)
+                sums_of_tile<term, 1>(rows, b.stride, x + at + c, dy + at + c, centre + c, s.lines + c, padded, 0);
+            if (c < b.width)
+                sums_of_tile<term, 0>(rows, b.stride, x + at + c, dy + at + c, centre + c, s.lines + c, padded,
+                                      b.width - c);
+        }
+        for (int k = 0; k < K; k++)
+            for (int64_t c = 0; c < b.width; c++)
+                out[k][c] += (double)s.lines[k * padded + c] + (double)s.lines[(K + k) * padded + c];
+    }
 }
 
-// Room for a unit's numbers, for as long as a thread works on units.
-struct Scratch {
-    double *a, *b, *c, *d;
-    Coefficients k;
+// Whether a guess of the mean was near enough for the variance about it to be exact: what is subtracted is then at most 16
+// times what remains.
+INLINE bool is_near(double guess, double mean, double variance) {
+    return (mean - guess) * (mean - guess) <= 16 * variance;
+}
 
-    explicit Scratch(int64_t width) {
-        a = (double *)__builtin_malloc(width * (4 * sizeof(double) + 4 * sizeof(float)));
-        b = a + width, c = b + width, d = c + width;
-        float *const floats = (float *)(d + width);
-        k = {floats, floats + width, floats + 2 * width, floats + 3 * width};
-    }
-    Scratch(const Scratch &) = delete;
-    ~Scratch() { __builtin_free(a); }
-};
-
-// Mean and biased variance of every channel of a block that fits into the cache.
+// Mean and biased variance of every channel of a block, from sums about a guess of the mean. Returns whether all were near.
 template <class T>
-void statistics_of_chunk(const Block &b, const T *x, float *centre, double *mean, double *variance) {
+bool statistics_about(const Block &b, const T *x, const float *guess, const Scratch &s, double *mean, double *variance) {
     double *const moments[] = {mean, variance};
-    const double count = (double)b.values();
-    sums<SUM>(b, x, x, centre, moments);
-    for (int64_t c = 0; c < b.width; c++) centre[c] = (float)(mean[c] / count);
-    sums<MOMENTS>(b, x, x, centre, moments);
+    const double share = 1 / (double)b.values();
+    bool near = true;
+    sums<MOMENTS>(b, x, x, guess, s, moments);
     for (int64_t c = 0; c < b.width; c++) {
-        const double off = mean[c] / count, v = variance[c] / count - off * off;
-        mean[c] = off - off == 0 ? centre[c] + off : centre[c];  // else it is infinite or NaN already, and stays so
-        variance[c] = v < 0 ? 0 : v;                             // in this order NaN stays NaN
+        const double from = guess[c], off = mean[c] * share, v = variance[c] * share - off * off;
+        mean[c] = from - from == 0 ? from + off : from;  // else it is infinite or NaN already, and stays so
+        variance[c] = v < 0 ? 0 : v;                     // in this order NaN stays NaN
+        near &= is_near(from, mean[c], variance[c]);
     }
+    return near;
+}
+
+// The same, with a second reading for the channels whose guess was far.
+template <class T>
+void statistics_near(const Block &b, const T *x, float *guess, const Scratch &s, double *mean, double *variance) {
+    if (statistics_about(b, x, guess, s, mean, variance)) return;
+    for (int64_t c = 0; c < b.width; c++) s.better[c] = (float)mean[c];
+    statistics_about(b, x, s.better, s, s.e, s.f);
+    for (int64_t c = 0; c < b.width; c++)
+        if (!is_near(guess[c], mean[c], variance[c])) {
+            mean[c] = s.e[c];
+            variance[c] = s.f[c];
+        }
+}
+
+// Without a guess: the mean of the first few rows, or of the first example, is one.
+template <class T>
+void statistics_of_chunk(const Block &b, const T *x, const Scratch &s, double *mean, double *variance) {
+    double *const sum[] = {mean};
+    const Block few = b.part(0, least(b.steps(), b.channels_last ? 16 : 1));
+    sums<SUM>(few, x, x, s.k.centre, s, sum);
+    for (int64_t c = 0; c < b.width; c++) s.k.centre[c] = (float)(mean[c] / (double)few.values());
+    statistics_near(b, x, s.k.centre, s, mean, variance);
 }
 
 // Join the statistics of a further chunk, which is `share` of all so far, by the law of total variance.
@@ -309,29 +363,12 @@ INLINE void join(int64_t width, double share, const double *more_mean, const dou
 template <class T>
 void statistics(const Block &whole, int64_t chunk, const T *x, const Scratch &s, double *mean, double *variance) {
     const int64_t steps = whole.steps();
-    statistics_of_chunk(whole.part(0, least(steps, chunk)), x, s.k.centre, mean, variance);
+    statistics_of_chunk(whole.part(0, least(steps, chunk)), x, s, mean, variance);
     for (int64_t from = chunk; from < steps; from += chunk) {
         const int64_t to = least(steps, from + chunk);
-        statistics_of_chunk(whole.part(from, to), x, s.k.centre, s.a, s.b);
+        statistics_of_chunk(whole.part(from, to), x, s, s.a, s.b);
         join(whole.width, (double)(to - from) / to, s.a, s.b, mean, variance);
     }
-}
-
-// The same in one reading, by sums about a guess. Returns whether that was near enough to the mean for the variance to
-// be exact: what is subtracted is then at most 16 times what remains.
-template <class T>
-bool statistics_about(const Block &b, const T *x, const float *guess, double *mean, double *variance) {
-    double *const moments[] = {mean, variance};
-    const double count = (double)b.values();
-    bool near = true;
-    sums<MOMENTS>(b, x, x, guess, moments);
-    for (int64_t c = 0; c < b.width; c++) {
-        const double off = mean[c] / count, v = variance[c] / count - off * off;
-        near &= off * off <= 16 * v;
-        mean[c] = guess[c] + off;
-        variance[c] = v;
-    }
-    return near;
 }
 
 // ---- one value out for every value of a block ----
@@ -358,25 +395,22 @@ INLINE void write_channel(const Block &b, const T *x, const T *dy, const Coeffic
     }
 }
 
-template <bool with_dy, int vectors, class T>
-INLINE void write_rows(const Block &b, const T *x, const T *dy, const Coefficients &k, int64_t c, int64_t width, T *out) {
-    constexpr int count = vectors ? vectors : 1;
-#define GET(p, v) (vectors ? load((p) + (v) * LANES) : load_some(p, width))
-    vec centre[count], scale[count], slope[count], shift[count];
-    for (int v = 0; v < count; v++) {
-        centre[v] = GET(k.centre + c, v);
-        slope[v] = GET(k.slope + c, v);
-        shift[v] = GET(k.shift + c, v);
-        scale[v] = with_dy ? GET(k.scale + c, v) : slope[v];
+// A whole row after the other, with the coefficients from the first cache: the memory's bandwidth is what there is to gain.
+template <bool with_dy, class T>
+INLINE void write_row(int64_t width, const T *x, const T *dy, const Coefficients &k, T *out) {
+    int64_t c = 0;
+    for (; c + LANES <= width; c += LANES) {
+        const vec slope = load(k.slope + c), e = with_dy ? load(dy + c) : slope, scale = with_dy ? load(k.scale + c) : slope;
+        store(out + c, value<with_dy>(load(x + c), e, load(k.centre + c), scale, slope, load(k.shift + c)));
     }
-    for (int64_t row = 0; row < b.rows; row++, x += b.stride, dy += b.stride, out += b.stride)
-        for (int v = 0; v < count; v++) {
-            const vec e = with_dy ? GET(dy, v) : slope[v];
-            const vec y = value<with_dy>(GET(x, v), e, centre[v], scale[v], slope[v], shift[v]);
-            if (vectors) store(out + v * LANES, y);
-            else store_some(out, y, width);
-        }
-#undef GET
+    if (c < width) {
+        const int64_t n = width - c;
+        const vec slope = load_some(k.slope + c, n), e = with_dy ? load_some(dy + c, n) : slope;
+        const vec scale = with_dy ? load_some(k.scale + c, n) : slope;
+        const vec y = value<with_dy>(load_some(x + c, n), e, load_some(k.centre + c, n), scale, slope,
+                                     load_some(k.shift + c, n));
+        store_some(out + c, y, n);
+    }
 }
 
 template <bool with_dy, class T>
@@ -384,17 +418,15 @@ void write_block(const Block &b, const T *x, const T *dy, const Coefficients &k,
     x += b.start;
     dy += b.start;
     out += b.start;
-    int64_t c = 0;
     if (!b.channels_last) {
-        for (; c < b.width; c++) {
+        for (int64_t c = 0; c < b.width; c++) {
             const int64_t at = c * b.space;
             write_channel<with_dy>(b, x + at, dy + at, k, c, out + at);
         }
         return;
     }
-    for (; c + 4 * LANES <= b.width; c += 4 * LANES) write_rows<with_dy, 4>(b, x + c, dy + c, k, c, 0, out + c);
-    for (; c + LANES <= b.width; c += LANES) write_rows<with_dy, 1>(b, x + c, dy + c, k, c, 0, out + c);
-    if (c < b.width) write_rows<with_dy, 0>(b, x + c, dy + c, k, c, b.width - c, out + c);
+    for (int64_t row = 0; row < b.rows; row++, x += b.stride, dy += b.stride, out += b.stride)
+        write_row<with_dy>(b.width, x, dy, k, out);
 }
 
 // From the last chunk to the first: the last ones are still in cache.
@@ -438,11 +470,33 @@ INLINE void forward_coefficients(int64_t width, int64_t per, const double *mean,
     }
 }
 
+// One number for each channel group to one for each channel.
+INLINE void spread(int64_t width, int64_t per, const float *of_groups, float *of_channels) {
+    if (per == 1) __builtin_memcpy(of_channels, of_groups, width * sizeof(float));
+    else
+        for (int64_t g = 0; g < width / per; g++)
+            for (int64_t c = 0; c < per; c++) of_channels[g * per + c] = of_groups[g];
+}
+
 // dx = dy * w r - r * mean(w dy) - r * xhat * mean(w dy xhat), where xhat = (x - mean) r. The mean is known as a float,
 // group_mean; `offset`, the sum of x - group_mean, tells what is missing.
 INLINE void backward_coefficients(int64_t width, int64_t per, double values, const float *weight, const float *mean,
                                   const float *rstd, double *sum, double *dot, const double *offset,
                                   const Coefficients &k) {
+    if (per == 1) {
+        const double share = 1 / values;
+        for (int64_t c = 0; c < width; c++) {
+            const double r = rstd[c], w = weight ? weight[c] : 1, found = offset[c] * share;
+            const double off = found - found == 0 ? found : 0;
+            dot[c] = (dot[c] - off * sum[c]) * r;
+            const double slope = -w * dot[c] * share * r * r;
+            k.centre[c] = mean[c];
+            k.scale[c] = (float)(w * r);
+            k.slope[c] = (float)slope;
+            k.shift[c] = (float)(-w * sum[c] * share * r - slope * off);
+        }
+        return;
+    }
     for (int64_t g = 0; g < width / per; g++) {
         const double r = rstd[g], count = values * per;
         double off = 0, mean_dy = 0, mean_dot = 0;
@@ -492,8 +546,8 @@ template <class T> void backward(const Backward &a, int64_t begin, int64_t end) 
         const Block b = unit_block(s, group, c0, least(a.plan.width, C - c0));
         double *const out[] = {a.sum + group * C + c0, a.dot + group * C + c0, scratch.c};
         const int64_t table = group * K + c0 / per;
-        for (int64_t c = 0; c < b.width; c++) k.centre[c] = a.group_mean[table + c / per];
-        sums<PRODUCTS>(b, x, dy, k.centre, out);
+        spread(b.width, per, a.group_mean + table, k.centre);
+        sums<PRODUCTS>(b, x, dy, k.centre, scratch, out);
         backward_coefficients(b.width, per, (double)b.values(), a.weight ? a.weight + c0 : nullptr, a.group_mean + table,
                               a.group_rstd + table, out[0], out[1], out[2], k);
         if (a.dx) write<true>(b, a.plan.chunk, x, dy, k, (T *)a.dx);
@@ -513,7 +567,7 @@ template <class T> void forward_statistics(const Forward &a, int64_t begin, int6
     const Scratch scratch(C);
     for (int64_t i = begin; i < end; i++) {
         const Block b = slice_block(a.shape, a.plan, i);
-        if (b.rows) statistics_of_chunk(b, (const T *)a.x, scratch.k.centre, a.parts[0] + i * C, a.parts[1] + i * C);
+        if (b.rows) statistics_of_chunk(b, (const T *)a.x, scratch, a.parts[0] + i * C, a.parts[1] + i * C);
     }
 }
 
@@ -551,8 +605,8 @@ template <class T> void backward_sums(const Backward &a, int64_t begin, int64_t 
     const Scratch scratch(C);
     for (int64_t i = begin; i < end; i++) {
         double *const out[] = {a.parts[0] + i * C, a.parts[1] + i * C, a.parts[2] + i * C};
-        for (int64_t c = 0; c < C; c++) scratch.k.centre[c] = a.group_mean[i / a.plan.slices * K + c / per];
-        sums<PRODUCTS>(slice_block(s, a.plan, i), (const T *)a.x, (const T *)a.dy, scratch.k.centre, out);
+        spread(C, per, a.group_mean + i / a.plan.slices * K, scratch.k.centre);
+        sums<PRODUCTS>(slice_block(s, a.plan, i), (const T *)a.x, (const T *)a.dy, scratch.k.centre, scratch, out);
     }
 }
 
@@ -589,8 +643,8 @@ template <class T> void infer(const Infer &a, int64_t begin, int64_t end) {
         const float *M = a.running_mean + c0, *V = a.running_var + c0;
         const float *weight = a.weight ? a.weight + c0 : nullptr, *bias = a.bias ? a.bias + c0 : nullptr;
         double *m = scratch.c, *v = scratch.d;
-        // The moving average is a good guess of the mean, and saves reading the values twice.
-        if (!statistics_about(b, x, M, m, v)) statistics(b, a.plan.chunk, x, scratch, m, v);
+        __builtin_memcpy(k.centre, M, b.width * sizeof(float));  // the moving average is a good guess of the mean
+        statistics_near(b, x, k.centre, scratch, m, v);
         for (int64_t g = 0; g < b.width; g += per) {
             double mean = 0, variance = 0;
             for (int64_t c = g; c < g + per; c++) mean += (1 - alpha) * M[c] + alpha * m[c];

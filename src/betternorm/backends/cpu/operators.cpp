@@ -8,6 +8,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <memory>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -21,9 +22,9 @@ using torch::stable::Tensor;
 using ScalarType = torch::headeronly::ScalarType;
 
 constexpr int64_t SERIAL_BELOW = 32768;  // values below which threads cost more than they bring, as in ATen
-constexpr int64_t WIDEST = 128;          // channels last: how much of a row is read at once
+constexpr int64_t WIDEST = 1024;         // channels last: channels of a unit, so much of a row is read at once
 constexpr int64_t SHORT = 256;           // contiguous: maps below which a unit takes several channels
-constexpr int64_t CHUNK = 64 << 10;     // bytes that are summed and centred while they are in cache
+constexpr int64_t CHUNK = 128 << 10;    // bytes that are summed and centred while they are in cache
 constexpr int64_t BLOCK = 256;           // channels of a table that are added up at a time
 
 const Kernels *best_kernels() {
@@ -162,16 +163,17 @@ template <class Arguments> void slices(Arguments &a, std::vector<double> &parts,
 void batch_statistics(const Shape &s, const double *mean, const double *variance, double *batch_mean,
                       double *batch_variance) {
     const int64_t C = s.channels;
-    const auto share = [&](int64_t g) { return (double)(s.first_example(g + 1) - s.first_example(g)) / s.examples; };
     for (int64_t c0 = 0; c0 < C; c0 += BLOCK) {
         const int64_t width = std::min(BLOCK, C - c0);
         double m[BLOCK] = {}, v[BLOCK] = {};
-        for (int64_t g = 0; g < s.groups; g++)
-            for (int64_t c = 0; c < width; c++) m[c] += share(g) * mean[g * C + c0 + c];
-        for (int64_t g = 0; g < s.groups; g++)
-            for (int64_t c = 0; c < width; c++) {
-                const double step = mean[g * C + c0 + c] - m[c];
-                v[c] += share(g) * (variance[g * C + c0 + c] + step * step);
+        for (int pass = 0; pass < 2; pass++)
+            for (int64_t g = 0; g < s.groups; g++) {
+                const double share = (double)(s.first_example(g + 1) - s.first_example(g)) / s.examples;
+                const double *gm = mean + g * C + c0, *gv = variance + g * C + c0;
+                if (pass == 0)
+                    for (int64_t c = 0; c < width; c++) m[c] += share * gm[c];
+                else
+                    for (int64_t c = 0; c < width; c++) v[c] += share * (gv[c] + (gm[c] - m[c]) * (gm[c] - m[c]));
             }
         std::copy(m, m + width, batch_mean + c0);
         std::copy(v, v + width, batch_variance + c0);
@@ -203,11 +205,12 @@ Trained train(const Tensor &given, const std::optional<Tensor> &weight, const st
     const Kernels &kernels = kernels_for(x.scalar_type());
     const int64_t C = s.channels, K = C / channels_per_group, G = groups, size = G * C;
     Trained t{torch::stable::empty_like(x), empty({G, K}), empty({G, K}), std::vector<double>(C), std::vector<double>(C)};
-    std::vector<double> table(2 * size), parts;
+    const std::unique_ptr<double[]> table(new double[2 * size]);
+    std::vector<double> parts;
     std::vector<float> coefficients;
     std::vector<Tensor> kept;
     Forward a{s, plan, x.const_data_ptr(), floats("weight", weight, C, kept), floats("bias", bias, C, kept), eps,
-              t.y.mutable_data_ptr(), numbers(t.mean), numbers(t.rstd), table.data(), table.data() + size, {}, {}};
+              t.y.mutable_data_ptr(), numbers(t.mean), numbers(t.rstd), table.get(), table.get() + size, {}, {}};
     if (plan.slices == 1) {
         each(a, G * plan.across, kernels.forward);
     } else {
@@ -261,11 +264,12 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor &given_dy, const Tensor
     const Plan plan = plan_for(s, x.element_size(), 0, true);
     const Kernels &kernels = kernels_for(x.scalar_type());
     const Tensor dx = need_dx ? torch::stable::empty_like(x) : empty({0});
-    std::vector<double> table(2 * G * C), parts;
+    const std::unique_ptr<double[]> table(new double[2 * G * C]);
+    std::vector<double> parts;
     std::vector<float> coefficients;
     std::vector<Tensor> kept;
     Backward a{s, plan, dy.const_data_ptr(), x.const_data_ptr(), floats("weight", weight, C, kept), numbers(mean),
-               numbers(rstd), need_dx ? dx.mutable_data_ptr() : nullptr, table.data(), table.data() + G * C, {}, {}};
+               numbers(rstd), need_dx ? dx.mutable_data_ptr() : nullptr, table.get(), table.get() + G * C, {}, {}};
     if (plan.slices == 1) {
         each(a, G * plan.across, kernels.backward);
     } else {

@@ -16,10 +16,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from betternorm.errors import UserError
+from betternorm.integrations.images import (
+    EXTENSIONS,
+    class_names,
+    images_by_class,
+    labelled_arrays,
+    open_image,
+    open_npz,
+)
 from betternorm.lab.data.facts import DATASETS, Facts
 from betternorm.lab.data.splits import SPLIT_SEED, Split, own_split, paper_split
-
-EXTENSIONS = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tiff"}
 
 
 def read(name: str, root: Path, download: bool) -> tuple[Facts, dict[str, Split]]:
@@ -55,25 +61,21 @@ def read(name: str, root: Path, download: bool) -> tuple[Facts, dict[str, Split]
 
 def _npz(path: Path) -> tuple[int, dict[str, Split], int]:
     """The side, the splits and the number of classes of a file of arrays."""
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {key: file[key] for key in file.files}
-    except (OSError, ValueError, EOFError) as problem:
-        raise UserError(f"{path} cannot be read as .npz: {problem}") from problem
     splits = {}
-    for part in ("train", "val", "test", "all"):
-        if f"{part}_images" not in arrays:
-            continue
-        images, labels = arrays[f"{part}_images"], arrays.get(f"{part}_labels")
-        if labels is None or len(labels) != len(images):
-            raise UserError(f"{path}: {part}_labels has to hold one label for each of the {len(images)} images")
-        if images.dtype != np.uint8 or images.ndim not in (3, 4):
-            raise UserError(f"{path}: {part}_images is {images.dtype} {images.shape}; it has to be uint8 (N, H, W, C)")
-        images = images[..., None] if images.ndim == 3 else images
-        splits[part] = Split(_labels(labels), torch.from_numpy(images).permute(0, 3, 1, 2).contiguous())
-    if not splits:
-        raise UserError(f"{path} has {sorted(arrays)}; it needs train_images and train_labels")
-    known = len(arrays["classes"]) if "classes" in arrays else 0
+    with open_npz(path) as file:
+        for part in ("train", "val", "test", "all"):
+            if f"{part}_images" not in file:
+                continue
+            images, labels = labelled_arrays(path, file, f"{part}_")
+            if images.dtype != np.uint8 or images.ndim not in (3, 4):
+                raise UserError(
+                    f"data {path}: {part}_images is {images.dtype} {images.shape}; it has to be uint8 (N, H, W, C)"
+                )
+            images = images[..., None] if images.ndim == 3 else images
+            splits[part] = Split(_labels(labels), torch.from_numpy(images).permute(0, 3, 1, 2).contiguous())
+        if not splits:
+            raise UserError(f"data {path} has {sorted(file)}; it needs train_images and train_labels")
+        known = len(file["classes"]) if "classes" in file else 0
     return next(iter(splits.values())).pixels.shape[-1], splits, known
 
 
@@ -90,14 +92,12 @@ def _own_folder(path: Path) -> tuple[Facts, dict[str, Split]]:
     if "train" not in parts:
         parts = []
     folders = {part: path / part for part in parts} or {"all": path}
-    names = sorted(entry.name for entry in next(iter(folders.values())).iterdir() if entry.is_dir())
+    names = class_names(next(iter(folders.values())))
     _need_two_classes(path, len(names))
     splits = {part: _folder(folder, names) for part, folder in folders.items()}
     for part, split in splits.items():
         if not len(split):
-            raise UserError(
-                f"{folders[part]} has no images ({', '.join(sorted(EXTENSIONS))}) in its folders, one per class"
-            )
+            raise UserError(f"{folders[part]} has no images ({', '.join(EXTENSIONS)}) in its folders, one per class")
     return Facts(str(path), len(names), 224, str(path)), own_split(splits)
 
 
@@ -107,16 +107,7 @@ def _need_two_classes(path: Path, classes: int) -> None:
 
 
 def _folder(folder: Path, names: Sequence[str]) -> Split:
-    """One folder per class. Class names are given, so that every split numbers them alike."""
-    paths, labels = [], []
-    for label, name in enumerate(names):
-        found = (
-            sorted(path for path in (folder / name).rglob("*") if path.suffix.lower() in EXTENSIONS)
-            if (folder / name).is_dir()
-            else []
-        )
-        paths += found
-        labels += [label] * len(found)
+    paths, labels = images_by_class(folder, names)
     return Split(_labels(labels), source=_Pictures(paths))
 
 
@@ -130,13 +121,7 @@ class _Pictures:
         return len(self.paths)
 
     def __getitem__(self, row: int) -> tuple[Any, int]:
-        from PIL import Image
-
-        try:
-            with Image.open(self.paths[row]) as picture:
-                return picture.convert("RGB"), 0
-        except (OSError, SyntaxError, ValueError) as problem:
-            raise UserError(f"{self.paths[row]} cannot be read as an image; replace or remove it") from problem
+        return open_image(self.paths[row]), 0
 
 
 def _labels(labels: Any) -> Tensor:

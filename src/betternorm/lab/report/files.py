@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -47,15 +48,17 @@ def write(results: Sequence[Result], folder: str | os.PathLike[str]) -> list[Pat
 
 def markdown(result: Result, name: str) -> str:
     """The page of an experiment; ``name`` is that of the folder beside it."""
-    parts = [f"# {result.title}", f"*{labels.subtitle(result)}*", result.notes]
+    notes = "\n\n".join(map(_no_markup, result.notes.split("\n\n")))
+    parts = [f"# {_no_markup(result.title)}", f"*{labels.subtitle(result)}*", notes]
     if result.verdicts:
         claims = [[verdict.claim, f"**{verdict.outcome.value}**", verdict.evidence] for verdict in result.verdicts]
         parts += ["## Claims", markdown_table(["claim", "outcome", "evidence"], claims)]
     for number, figure in enumerate(result.figures, 1):
         path = f"{name}/figure-{number}"
-        parts += [f"## {figure.title}", f"![{figure.title}]({path}.png)", f"The same as [SVG]({path}.svg)."]
+        title = _no_markup(figure.title)
+        parts += [f"## {title}", f"![{title}]({path}.png)", f"The same as [SVG]({path}.svg)."]
     for number, table in enumerate(result.tables, 1):
-        parts += [f"## {table.title}", markdown_table(table.headers, table.rows)]
+        parts += [f"## {_no_markup(table.title)}", markdown_table(table.headers, table.rows)]
         parts.append(f"The same as [CSV]({name}/table-{number}.csv).")
     parts += ["## Provenance", f"```sh\n{result.command}\n```"]
     if result.rows:
@@ -152,7 +155,7 @@ def _index(results: Sequence[Result]) -> str:
     """What there is, and then every claim, so that one sees at a glance what was seen and what was not."""
     rows, claims = [], []
     for name, result in zip(labels.names(results), results, strict=True):
-        link = f"[{result.title}]({name}.md)"
+        link = Markdown(f"[{_no_markup(result.title)}]({name}.md)")
         rows.append([link, result.place, result.scale, len(result.rows), labels.tally(result.verdicts)])
         claims += [[link, verdict.claim, f"**{verdict.outcome.value}**"] for verdict in result.verdicts]
     parts = ["# Results", markdown_table(["experiment", "in the paper", "scale", "trials", "claims"], rows)]
@@ -162,11 +165,23 @@ def _index(results: Sequence[Result]) -> str:
 
 
 def markdown_table(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    body = [[shown(value) for value in row] for row in rows]
+    body = [[value if isinstance(value, Markdown) else _no_markup(shown(value)) for value in row] for row in rows]
     right = [bool(body) and all(is_number(row[column]) for row in body) for column in range(len(headers))]
     rule = ["---:" if to_right else "---" for to_right in right]
     escaped = [[" ".join(cell.replace("|", "\\|").split()) for cell in row] for row in [list(headers), *body]]
     return "\n".join(f"| {' | '.join(row)} |" for row in [escaped[0], rule, *escaped[1:]])
+
+
+class Markdown(str):
+    """What is meant as Markdown; everything else in a table is text."""
+
+
+def _no_markup(text: str) -> str:
+    """Text that may come from rows, so that it makes no HTML and no links. Marks of `code` and *stress* stay."""
+    code = r"(?<!`)(?P<ticks>`+)(?!`).+?(?<!`)(?P=ticks)(?!`)"
+    mark = r"(?P<mark>`|<(?=[A-Za-z/!?])|&(?=#?\w+;)|\](?=\())"
+    escaped = {"<": "&lt;", "&": "&amp;", "`": "\\`", "]": "\\]"}
+    return re.sub(f"{code}|{mark}", lambda found: escaped[found["mark"]] if found["mark"] else found[0], text)
 
 
 def _csv(path: Path, table: Table) -> Path:

@@ -27,7 +27,7 @@ def write(results: Mapping[str, Sequence[Result]], statements: Table, folder: st
     for scale, found in results.items():
         rows = [
             [
-                f"[{result.title}]({FOLDERS[scale]}{result.name}.md)",
+                files.Markdown(f"[{result.title}]({FOLDERS[scale]}{result.name}.md)"),
                 result.place,
                 len(result.rows),
                 labels.tally(result.verdicts),
