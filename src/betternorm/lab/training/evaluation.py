@@ -69,7 +69,7 @@ def tune_for_row(network: nn.Module, loader: Iterable[Any], **options: Any) -> A
     """:func:`betternorm.tune_alpha` that sets the best alpha, and leaves it to the row to say that it may be chance."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UncertainGainWarning)
-        return tune_alpha(network, loader, JUDGED_BY, insist=True, **options)
+        return tune_alpha(network, loader, JUDGED_BY, insist=True, **{"objective": "cross_entropy"} | options)
 
 
 def _means(
