@@ -51,14 +51,17 @@ def test_a_way_to_tune_alpha_visits_each_module_of_weighing_after_what_it_builds
     """As the table of docs/contributing/architecture.md has it."""
     order = [
         "scale",
+        "temperature",
         "metrics",
         "batches",
+        "shifts",
         "evidence",
         "alpha",
         "calibration",
         "evaluation",
         "folds",
         "result",
+        "shifted",
         "per_layer",
         "search",
         "comparison",

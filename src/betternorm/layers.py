@@ -161,19 +161,18 @@ class GroupedBatchNorm(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
     @property
     def _alpha(self) -> Tensor | None:
         """Alpha as a tensor, None for 0: a compiled model is compiled once for 0 and once for all other values."""
-        held = self._buffers.get("alpha")
-        return None if held is None or held.dim() else held
+        return self._buffers.get("alpha")
 
     @_alpha.setter
     def _alpha(self, value: Tensor | None) -> None:
-        # A buffer, so that torch moves, copies, saves and swaps it. For 0 it is an empty tensor that is not saved:
-        # tools that pair the buffers of two networks by position, as AveragedModel does, find as many in both.
+        # A buffer, so that torch moves, copies, saves and swaps it. For 0 an empty one that is not saved stands in its
+        # place: tools that pair the buffers of two networks by position, as AveragedModel does, find as many in both.
+        self._buffers.pop("alpha" if value is None else "_no_alpha", None)
         if value is None:
-            value = torch.empty(0, device=self._device())
-            self._non_persistent_buffers_set.add("alpha")
+            self._buffers["_no_alpha"] = torch.empty(0, device=self._device())
+            self._non_persistent_buffers_set.add("_no_alpha")
         else:
-            self._non_persistent_buffers_set.discard("alpha")
-        self._buffers["alpha"] = value
+            self._buffers["alpha"] = value
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

@@ -310,6 +310,8 @@ def _take_over(layer: GroupedBatchNorm, module: nn.Module) -> None:
     layer.__dict__.update(module.__dict__)
     layer.__dict__.update(settings)
     layer.__dict__["_origin"] = origin  # past nn.Module.__setattr__, which would make it a child
+    if isinstance(layer, FrozenBatchNorm):
+        layer.training = False
     layer._ranks, layer._unbatched_rank = _ranks_of_input(origin)
     of_timm = type(origin).__module__.startswith("timm.layers")
     layer._then = tuple(name for name in ("drop", "act") if of_timm and name in origin._modules)
@@ -317,7 +319,9 @@ def _take_over(layer: GroupedBatchNorm, module: nn.Module) -> None:
         not isinstance(module, _BatchNorm) or module.track_running_stats
     )
     lacking = {name for name in _BUFFERS if module._buffers.get(name) is None}
-    layer.__dict__.setdefault("_added_buffers", {name: name in module._buffers for name in (*lacking, "alpha")})
+    layer.__dict__.setdefault(
+        "_added_buffers", {name: name in module._buffers for name in (*lacking, "alpha", "_no_alpha")}
+    )
     if "running_mean" in lacking:
         like = layer.weight if layer.weight is not None else torch.empty(0)
         layer._buffers["running_mean"] = like.new_zeros(layer.num_features)

@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import nn
 
+import betternorm
 from betternorm.cli import BAD_INPUT, FINDING, INTERRUPTED, OK, main
+from betternorm.commands.tune import WORSE
 from betternorm.integrations.checkpoints import load_checkpoint
 from betternorm.weighing.alpha import get_alpha
 from betternorm.weighing.evaluation import Evaluations
@@ -37,9 +39,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model, its checkpoint and a validation set on which some alpha above 0 is clearly better."""
     monkeypatch.chdir(tmp_path)
     Path("net.py").write_text(MODEL)
-    scope: dict[str, Any] = {}
-    exec(MODEL, scope)
-    model: nn.Sequential = scope["build"]()
+    model = built()
     pixels, labels = pictures(240)
     x = torch.from_numpy(pixels).permute(0, 3, 1, 2) / 255
     optimizer = torch.optim.Adam(model.parameters(), 0.02)
@@ -53,6 +53,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     pixels, labels = pictures(240, seed=1)
     np.savez("val.npz", images=(pixels * dim).astype(np.uint8), labels=labels)
     return tmp_path
+
+
+def built(source: str = MODEL) -> nn.Sequential:
+    scope: dict[str, Any] = {}
+    exec(source, scope)
+    model: nn.Sequential = scope["build"]()
+    return model
 
 
 def pictures(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -84,15 +91,64 @@ def test_a_better_checkpoint_and_the_evidence_come_out(folder: Path, capsys: pyt
     assert tune() == OK
     assert files(folder) - before == {"net-tuned.pt", "net-tuned.json", "net-tuned.png", "net-tuned.html"}
     found = AlphaSearch.load("net-tuned.json")
-    scope: dict[str, Any] = {}
-    exec(MODEL, scope)
-    assert get_alpha(load_checkpoint(scope["build"](), "net-tuned.pt")) == found.alpha > 0
+    assert get_alpha(load_checkpoint(built(), "net-tuned.pt")) == found.alpha > 0
     assert Path("net-tuned.png").read_bytes().startswith(b"\x89PNG")
     page = Path("net-tuned.html").read_text()
-    assert page.count("<svg") == 4
-    assert page.count("<circle") == 4 * len(found.table)
+    assert page.count("<svg") == 5
+    assert page.count("<circle") == 5 * len(found.table)
     assert "http-equiv" not in page
     assert f"set alpha = {found.alpha:.4g}" in capsys.readouterr().out
+
+
+TWO_LAYERS = MODEL.replace("nn.ReLU(),", "nn.ReLU(), nn.Conv2d(6, 6, 1), nn.BatchNorm2d(6),")
+
+
+def of_two_layers(*words: str) -> int:
+    Path("two.py").write_text(TWO_LAYERS)
+    torch.save(built(TWO_LAYERS).state_dict(), "two.pt")
+    given = ["--data", "val.npz", "--mean", "0,0,0", "--std", "1,1,1", "--objective", "cross_entropy"]
+    return main(["tune", "two.py:build", "--checkpoint", "two.pt", *given, *words])
+
+
+def test_alpha_in_a_few_layers_is_written_with_the_folded_network(folder: Path) -> None:
+    assert of_two_layers("--layers", "1", "--fold", "--insist") in (OK, WORSE)
+    written = {"two-tuned.pt", "two-tuned.json", "two-tuned.png", "two-tuned.html", "two-tuned.pt2"}
+    assert written < files(folder)
+    model = betternorm.load(built(TWO_LAYERS), "two-tuned.pt").eval()
+    alphas = get_alpha(model)
+    assert isinstance(alphas, dict)
+    assert sum(alpha > 0 for alpha in alphas.values()) == 1
+    images = torch.rand(3, 3, 8, 8)
+    program = torch.export.load("two-tuned.pt2").module()
+    torch.testing.assert_close(program(images), model(images), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--layers", "0"], "--layers is 0; it must be 1 or more"),
+        (["--layers", "99"], "layers=99 must lie between 1 and"),
+        (["--layers", "1", "--per-layer"], "does not go together with per_layer"),
+        (["--fold"], "--fold needs --layers"),
+    ],
+)
+def test_layers_that_cannot_be_are_told_in_a_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    before = files(folder)
+    assert tune(*words) == BAD_INPUT
+    error = capsys.readouterr().err.strip()
+    assert message in error
+    assert "\n" not in error
+    assert files(folder) == before
+
+
+def test_a_network_with_nothing_to_fold_is_told_before_it_is_tuned(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tune("--layers", "1", "--fold") == BAD_INPUT
+    assert "no more than 1 layers fold, and all may get an alpha" in capsys.readouterr().err
+    assert not Path("net-tuned.json").exists()
 
 
 def test_folders_of_images_give_what_arrays_give(folder: Path) -> None:
@@ -100,8 +156,9 @@ def test_folders_of_images_give_what_arrays_give(folder: Path) -> None:
         for number, (pixels, label) in enumerate(zip(file["images"], file["labels"], strict=True)):
             Path("val", f"class{label}").mkdir(parents=True, exist_ok=True)
             Image.fromarray(pixels).save(f"val/class{label}/{number}.png")
-    assert tune("--grid", "3", "--insist", "--out", "a.pt") in (OK, FINDING)
-    assert tune("--grid", "3", "--insist", "--out", "b.safetensors", "--workers", "1", data="val") in (OK, FINDING)
+    assert tune("--grid", "3", "--insist", "--out", "a.pt") in (OK, FINDING, WORSE)
+    words = ["--grid", "3", "--insist", "--out", "b.safetensors", "--workers", "1"]
+    assert tune(*words, data="val") in (OK, FINDING, WORSE)
     one, other = AlphaSearch.load("a.json"), AlphaSearch.load("b.json")
     for row, same in zip(one.table, other.table, strict=True):
         assert row == pytest.approx(same, rel=1e-5)
@@ -110,7 +167,7 @@ def test_folders_of_images_give_what_arrays_give(folder: Path) -> None:
 def test_no_gain_is_a_finding_and_writes_no_checkpoint(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with np.load("val.npz") as file:
         np.savez(
-            "chance.npz", images=file["images"][:40], labels=np.random.RandomState(2).permutation(file["labels"][:40])
+            "chance.npz", images=file["images"][:60], labels=np.random.RandomState(2).permutation(file["labels"][:60])
         )
     Path("dull.py").write_text(MODEL.replace("nn.Linear(6, num_classes)", "nn.Linear(6, num_classes), nn.Softmax(1)"))
     words = ["--data", "chance.npz", "--mean", "0,0,0", "--std", "1,1,1", "--objective", "top5"]
@@ -127,6 +184,18 @@ def test_a_dry_run_says_what_it_would_do_and_writes_nothing(folder: Path, capsys
     said = capsys.readouterr().out
     assert "50 images from val.npz: mean 0,0,0, std 1,1,1 (given)" in said
     assert "would write: net-tuned.pt, net-tuned.json" in said
+
+
+def test_alpha_is_chosen_on_shifted_images_too(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--shift", "contrast:3,brightness:1", "--shifted-data", "night.npz", "--max-clean-loss", "2"]
+    with np.load("val.npz") as file:
+        np.savez("night.npz", images=file["images"] // 3, labels=file["labels"])
+    assert tune(*words) in (OK, WORSE)
+    found = AlphaSearch.load("net-tuned.json")
+    assert found.shifts is not None
+    assert list(found.shifts.gains) == ["clean", "contrast:3", "brightness:1", "night.npz"]
+    assert "over shifted data at a clean cost of at most 2" in capsys.readouterr().out
+    assert not list(folder.glob("*.unfinished*"))
 
 
 def test_json_is_printed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,10 +230,46 @@ def test_an_interrupted_command_goes_on(folder: Path, monkeypatch: pytest.Monkey
 
 
 def test_results_are_not_written_over_unasked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tune("--grid", "3") == OK
-    assert tune("--grid", "3") == BAD_INPUT
+    assert tune("--limit", "200") == OK
+    assert tune("--limit", "200") == BAD_INPUT
     assert "net-tuned.pt exists; give --force" in capsys.readouterr().err
-    assert tune("--grid", "3", "--force") == OK
+    assert tune("--limit", "200", "--force") == OK
+
+
+def test_a_metric_that_gets_worse_is_said_in_words_in_the_json_and_by_the_exit_code(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tune("--grid", "3") == WORSE
+    found = AlphaSearch.load("net-tuned.json")
+    assert found.significant
+    assert found.worse == ["top1"]
+    gain = found.gains["top1"]
+    said = f"top1 gets worse: {100 * gain.difference:+.2f} points ({100 * gain.low:+.2f} to {100 * gain.high:+.2f})"
+    assert said in capsys.readouterr().out
+    assert said in Path("net-tuned.html").read_text()
+
+
+def test_a_network_that_is_right_on_everything_has_no_temperature(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with np.load("val.npz") as file:
+        model = load_checkpoint(built(), "net.pt").eval()
+        x = torch.from_numpy(file["images"]).permute(0, 3, 1, 2) / 255
+        np.savez("easy.npz", images=file["images"], labels=model(x).argmax(1).numpy())
+    before = files(folder)
+    assert tune(data="easy.npz") == BAD_INPUT
+    said = capsys.readouterr().err.strip()
+    assert "nearly all examples are classified right" in said
+    assert "\n" not in said
+    assert files(folder) == before
+
+
+def test_the_temperature_is_written_into_the_checkpoint(folder: Path) -> None:
+    assert tune("--fold-temperature") == OK
+    found = AlphaSearch.load("net-tuned.json")
+    assert (found.temperature_folded_into, found.temperature) != ("5", None)
+    folded, plain = torch.load("net-tuned.pt", weights_only=True), torch.load("net.pt", weights_only=True)["state_dict"]
+    torch.testing.assert_close(folded["5.weight"] * found.temperature, plain["5.weight"])
 
 
 def bad_image(folder: Path) -> None:
@@ -250,6 +355,11 @@ def test_data_that_cannot_be_used_is_told_in_a_line(
         (["--folds", "1"], "folds=1 must be 2 or more"),
         (["--grid", "1"], "grid=1 must be 2 or more"),
         (["--ema"], "no averaged weights"),
+        (["--shift", "rain"], "shift 'rain' is not known; known are noise"),
+        (["--max-clean-loss", "1"], "give --shift or --shifted-data too"),
+        (["--shift", "fog:1", "--max-clean-loss", "-1"], "--max-clean-loss is -1"),
+        (["--shifted-data", "nowhere.npz"], "there is no such file"),
+        (["--shift", "fog:1", "--objective", "ece"], "'ece' is no mean over examples"),
     ],
 )
 def test_options_that_cannot_be_are_told_in_a_line(

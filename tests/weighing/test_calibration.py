@@ -101,6 +101,17 @@ def test_calibrating_keeps_modes_and_counts_batches(images: Tensor) -> None:
     assert int(model[1].num_batches_tracked) == 4
 
 
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d, group_norm])
+def test_layers_that_do_not_count_batches_are_calibrated_too(norm: Any, images: Tensor) -> None:
+    counting, silent = (convert(small_network(norm), "weighed") for _ in range(2))
+    for layer in (silent[1], silent[4], silent[7]):
+        layer.num_batches_tracked = None
+    for model in (counting, silent):
+        calibrate(model, images.split(16))
+    torch.testing.assert_close(silent[7].running_var, counting[7].running_var)
+    assert silent[7].num_batches_tracked is None
+
+
 def test_no_data_to_calibrate_on_is_an_error() -> None:
     with pytest.raises(ValueError, match="no batches"):
         calibrate(small_network(), [])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from weighing_networks import (
     answer,
     batches,
@@ -24,6 +24,7 @@ from weighing_networks import (
 )
 
 from betternorm.weighing.alpha import get_alpha
+from betternorm.weighing.calibration import calibrate
 from betternorm.weighing.result import AlphaSearch
 from betternorm.weighing.search import tune_alpha
 
@@ -105,7 +106,10 @@ def test_what_cannot_be_evaluated_says_why(loader: Any, kind: type[Exception], m
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"metrics": ("top2",)}, "metric 'top2' is not known; known are top1, top5, cross_entropy, ece"),
+        (
+            {"metrics": ("top2",)},
+            "metric 'top2' is not known; known are top1, top5, cross_entropy, calibrated_cross_entropy, ece",
+        ),
         ({"objective": "speed"}, "metric 'speed' is not known"),
         ({"grid": 1}, "grid=1 must be 2 or more"),
         ({"grid": [0.5, 1.2]}, "alpha=1.2 must lie between"),
@@ -177,6 +181,29 @@ def test_what_was_kept_of_another_network_is_not_used(tmp_path: Path) -> None:
     other[0].running_mean.fill_(1)
     with pytest.raises(ValueError, match="belongs to another network"):
         tune_alpha(other, noisy(0.3), (), squared_error, forward=answer, resume=tmp_path / "kept.pt")
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_what_was_kept_for_other_labels_is_not_used(finished: bool, tmp_path: Path) -> None:
+    data = noisy(0.3)
+    options: dict[str, Any] = {"grid": [0.1, 0.3], "resume": tmp_path / "kept.pt"}
+    tune_alpha(known(), data, (), squared_error, forward=answer, **options)
+    corrected = [(x, y + 0.2) for x, y in data]
+    if not finished:
+        options["grid"] = [0.1, 0.3, 0.5]
+    with pytest.raises(ValueError, match="belongs to other images or labels"):
+        tune_alpha(known(), corrected, (), squared_error, forward=answer, **options)
+
+
+def test_a_stream_without_a_length_will_do(images: Tensor, labels: Tensor) -> None:
+    class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+        def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+            return iter(zip(images, labels, strict=True))
+
+    loader = DataLoader(Stream(), batch_size=16)
+    assert evaluated(loader).table == evaluated(batches(images, labels)).table
+    assert evaluated(loader, limit=20).examples == 20
+    assert calibrate(small_network(), loader, passes=1) == 1
 
 
 def test_a_file_that_is_no_search_is_not_used(tmp_path: Path) -> None:

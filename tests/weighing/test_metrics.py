@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from betternorm.integrations.torchvision import ready_if_installed
 from betternorm.weighing.metrics import METRICS, Metric, named_metrics, rank_of_target
 
 sklearn_metrics = pytest.importorskip("sklearn.metrics")
@@ -80,12 +81,42 @@ def test_what_is_not_a_number_is_the_worst_loss() -> None:
     [
         (("top3",), ValueError, "'top3' is not known; known are top1"),
         ((3,), TypeError, "metric 3 is neither a name"),
-        ((Metric("a", len), Metric("a", sum)), ValueError, "two metrics are called 'a'"),
+        ((Metric("a", len, False), Metric("a", sum, False)), ValueError, "two metrics are called 'a'"),
     ],
 )
 def test_metrics_that_cannot_be_say_why(metrics: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         named_metrics(metrics)
+
+
+def test_a_function_that_does_not_say_its_direction_is_refused() -> None:
+    def accuracy(output: Tensor, target: Tensor) -> Tensor:
+        return (output.argmax(1) == target).float()
+
+    with pytest.raises(TypeError, match=r"Metric\('accuracy', accuracy, higher_is_better=True\) or =False"):
+        named_metrics(accuracy)
+
+
+def importing_torchmetrics() -> Any:
+    ready_if_installed()  # torchvision, which torchmetrics imports
+    return pytest.importorskip("torchmetrics")
+
+
+def test_metrics_of_torchmetrics_are_taken_as_they_are(logits: Tensor, target: Tensor) -> None:
+    torchmetrics = importing_torchmetrics()
+    accuracy = torchmetrics.classification.MulticlassAccuracy(12, average="micro")
+    (metric,) = named_metrics(accuracy).values()
+    assert (metric.name, metric.higher_is_better) == ("MulticlassAccuracy", True)
+    for rows in (slice(None), slice(50), slice(50, 200)):  # each batch for itself
+        expected = sklearn_metrics.accuracy_score(target[rows], logits[rows].argmax(1))
+        values, counts = metric.measure(logits[rows], target[rows])
+        assert (values.item(), counts.item()) == (pytest.approx(expected), len(target[rows]))
+
+
+def test_a_metric_of_torchmetrics_without_direction_is_refused() -> None:
+    torchmetrics = importing_torchmetrics()
+    with pytest.raises(TypeError, match="does not say whether higher is better"):
+        named_metrics(torchmetrics.MeanMetric())
 
 
 def test_a_single_metric_needs_no_tuple() -> None:
@@ -104,5 +135,5 @@ def test_a_single_metric_needs_no_tuple() -> None:
     ],
 )
 def test_what_a_function_may_return(returned: Any, values: list[float], counts: list[float]) -> None:
-    found = Metric("m", lambda output, target: returned).measure(torch.zeros(2), torch.zeros(2))
+    found = Metric("m", lambda output, target: returned, False).measure(torch.zeros(2), torch.zeros(2))
     assert [part.tolist() for part in found] == [values, counts]

@@ -8,6 +8,7 @@ from weighing_networks import batches, distance, small_network, two_answers, two
 
 from betternorm.surgery import convert
 from betternorm.weighing.alpha import get_alpha
+from betternorm.weighing.metrics import Metric
 from betternorm.weighing.search import tune_alpha
 
 # Most tests insist on an alpha, and do not care whether it is any good.
@@ -39,13 +40,12 @@ def test_gradients_reach_the_alphas_of_a_real_network(images: Tensor, labels: Te
     assert found.per_layer is not None
     assert len(set(found.per_layer.alphas.values())) == 3
     assert all(0 <= alpha <= 1 for alpha in found.per_layer.alphas.values())
-    assert set(found.per_layer.gains) == {"top1", "top5", "cross_entropy"}
+    assert set(found.per_layer.gains) == {"top1", "top5", "cross_entropy", "calibrated_cross_entropy"}
     assert not any(p.grad is not None for p in model.parameters())
 
 
 def test_an_objective_without_gradient_is_refused_for_layers() -> None:
-    def rounded(output: Tensor, target: Tensor) -> Tensor:
-        return distance(output, target).detach()
+    rounded = Metric("rounded", lambda output, target: distance.function(output, target).detach(), False)
 
     model = convert(nn.Sequential(nn.BatchNorm1d(1), nn.BatchNorm1d(1)), "weighed").eval()
     with pytest.raises(ValueError, match="'rounded' has none"):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from weighing_networks import answer, batches, calling_answer, known, noisy, small_network, squared_error
+from weighing_networks import answer, batches, calling_answer, known, noisy, squared_error
 
 from betternorm.errors import UncertainGainWarning
 from betternorm.surgery import convert
@@ -38,9 +38,7 @@ def test_the_search_finds_the_ends(best: float) -> None:
 
 
 def test_every_metric_is_searched_for() -> None:
-    def other(output: Tensor, target: Tensor) -> Tensor:
-        return (output - 0.6 - 0 * target).square()
-
+    other = Metric("other", lambda output, target: (output - 0.6 - 0 * target).square(), higher_is_better=False)
     found = tune_alpha(known(), noisy(0.05), (squared_error, other), squared_error, forward=answer)
     assert abs(found.best["squared_error"] - 0.05) < 0.01
     assert abs(found.best["other"] - 0.6) < 0.03
@@ -120,19 +118,24 @@ def test_without_any_effect_a_false_alarm_is_rare() -> None:
     for seed in range(12):
         torch.manual_seed(seed)
         data = batches(torch.randn(300, 1), torch.randn(300))
-        found = tune_alpha(known(), data, (), coin, grid=9, forward=answer, insist=True)
+        found = tune_alpha(known(), data, (), Metric("coin", coin, False), grid=9, forward=answer, insist=True)
         alarms += found.significant
     assert alarms <= 2  # of 12; at 2.5 % each more than 2 happen once in 350 times
 
 
-def test_accuracy_comes_with_mcnemars_test() -> None:
-    model = small_network()
-    x = torch.randn(80, 3, 8, 8)
-    found = tune_alpha(model, batches(x, torch.randint(10, (80,))), objective="top1", grid=3, insist=True)
-    gain = found.gains["top1"]
-    assert gain.p_value is not None
-    assert 0 < gain.p_value <= 1
-    assert found.gains["cross_entropy"].p_value is None
+@pytest.mark.parametrize(("examples", "certain"), [(2, False), (49, False), (50, True)])
+def test_too_few_examples_are_not_judged(examples: int, certain: bool) -> None:
+    model = known()
+    found = tune_alpha(model, noisy(0.3, examples, 0.001), (), squared_error, forward=answer)
+    assert found.significant is certain
+    assert (get_alpha(model) > 0) is certain
+    assert ("too few to judge a gain (at least 50)" in found.verdict()) is not certain
+
+
+def test_copies_of_examples_are_too_few_as_well() -> None:
+    data = noisy(0.3, 10, 0.001) * 20
+    found = tune_alpha(known(), data, (), squared_error, forward=answer)
+    assert (found.examples, found.judged_on, found.significant) == (200, 10, False)
 
 
 def test_a_number_and_a_count_a_batch(images: Tensor) -> None:
@@ -141,15 +144,17 @@ def test_a_number_and_a_count_a_batch(images: Tensor) -> None:
     def per_pixel(output: Tensor, target: Tensor) -> tuple[float, int]:
         return float((output - target).square().mean()), len(target)
 
-    metrics = (Metric("per_pixel", per_pixel), squared_error)
-    found = tune_alpha(known(), noisy(0.3, 410), metrics, metrics[0], grid=[0.3], forward=answer)
+    metrics = (Metric("per_pixel", per_pixel, False), squared_error)
+    found = tune_alpha(known(), noisy(0.3, 410, size=8), metrics, metrics[0], grid=[0.3], forward=answer)
     for row in found.table:  # the last batch is smaller
         assert row["per_pixel"] == pytest.approx(row["squared_error"], rel=1e-5)
     assert found.significant
 
 
 def test_a_metric_that_should_rise_is_maximised() -> None:
-    closeness = Metric("closeness", lambda output, target: -squared_error(output, target), higher_is_better=True)
+    closeness = Metric(
+        "closeness", lambda output, target: -squared_error.function(output, target), higher_is_better=True
+    )
     found = tune_alpha(known(), noisy(0.3), (), closeness, forward=answer)
     assert found.alpha == pytest.approx(0.3, abs=0.01)
     assert found.gains["closeness"].low > 0
@@ -157,7 +162,7 @@ def test_a_metric_that_should_rise_is_maximised() -> None:
 
 def test_a_metric_that_returns_something_else_says_so() -> None:
     with pytest.raises(ValueError, match=r"'bad' returned a Tensor of shape \(64, 2\)"):
-        tune_alpha(known(), noisy(0.3), (), Metric("bad", lambda o, t: torch.zeros(len(t), 2)), forward=answer)
+        tune_alpha(known(), noisy(0.3), (), Metric("bad", lambda o, t: torch.zeros(len(t), 2), False), forward=answer)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from betternorm.surgery import convert
+from betternorm.weighing.metrics import Metric
 
 
 def small_network(norm: type[nn.Module] | Any = nn.BatchNorm2d) -> nn.Sequential:
@@ -47,13 +48,14 @@ def answer(model: nn.Sequential, batch: Any) -> tuple[Tensor, Tensor]:
     return torch.full((len(batch[0]),), model[0].alpha), batch[1]
 
 
-def squared_error(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square()
+squared_error = Metric("squared_error", lambda output, target: (output - target).square(), higher_is_better=False)
 
 
-def noisy(target: float, count: int = 400, spread: float = 0.05) -> list[tuple[Tensor, Tensor]]:
+def noisy(target: float, count: int = 400, spread: float = 0.05, size: int = 64) -> list[tuple[Tensor, Tensor]]:
     noise = torch.randn(count, generator=torch.Generator().manual_seed(3)) * spread
-    return batches(torch.randn(count, 1, generator=torch.Generator().manual_seed(4)), target + noise - noise.mean(), 64)
+    return batches(
+        torch.randn(count, 1, generator=torch.Generator().manual_seed(4)), target + noise - noise.mean(), size
+    )
 
 
 def calling_answer(model: nn.Sequential, batch: Any) -> tuple[Tensor, Tensor]:
@@ -72,8 +74,7 @@ def two_targets(first: float, second: float) -> list[tuple[Tensor, Tensor]]:
     return batches(torch.randn(400, 1, generator=generator), torch.tensor([first, second]) + noise, 20)
 
 
-def distance(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().sum(1)
+distance = Metric("distance", lambda output, target: (output - target).square().sum(1), higher_is_better=False)
 
 
 def two_layers() -> nn.Sequential:

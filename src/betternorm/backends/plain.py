@@ -35,6 +35,8 @@ def infer(
     eps: float,
 ) -> Tensor:
     """Inference with weight ``alpha`` on the example's own statistics."""
+    if alpha is not None and (torch.compiler.is_compiling() or torch.jit.is_tracing()):  # type: ignore[attr-defined,no-untyped-call]
+        return infer_lean(x, running_mean, running_var, weight, bias, alpha, channels_per_group, eps)
     mean, var = _at_least_float32(running_mean)[None], _at_least_float32(running_var)[None]
     if alpha is not None:
         alpha = alpha.to(mean.dtype)  # in float64 the weights sum to one in float64
@@ -45,6 +47,41 @@ def infer(
         )
     mean, var = total(mean, var, lambda table: over_channels(table, channels_per_group))
     return apply_statistics(x, mean, var, weight, bias, eps)
+
+
+def infer_lean(
+    x: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    alpha: Tensor,
+    channels_per_group: int,
+    eps: float,
+) -> Tensor:
+    """`infer` for graphs that others run: two reductions and one multiply-add, and little beside.
+
+    Centred on the moving mean, the mixed variance is (1 - a) V + a E[x²] - a² E[x]². That loses at most a factor of
+    1 / (1 - a) in precision, whatever the input: E[x²] is never less than E[x]². Only for an alpha near 1, and an
+    example whose mean lies many standard deviations from the moving one, is `infer` more exact.
+    """
+    narrow = x.dtype in (torch.float16, torch.bfloat16)
+    running_mean, running_var = _along_space(running_mean, x), _along_space(running_var, x)
+    # Added, not subtracted: runtimes fold an addition into the bias of the convolution before it.
+    centred = (x.float() if narrow else x) + -running_mean
+    square = centred * centred
+    space = tuple(range(2, x.dim()))
+    own_mean, own_square = (t.mean(space, keepdim=True) if space else t for t in (centred, square))
+    mean = alpha * own_mean
+    own_part = torch.relu(alpha * own_square - mean * mean)  # for alpha = 1, where rounding could make it negative
+    var = (1 - alpha) * running_var + eps + own_part
+    if channels_per_group > 1:
+        mean, var = total(mean + running_mean, var, lambda table: over_channels(table, channels_per_group))
+        mean = mean - running_mean
+    scale = torch.rsqrt(var) if weight is None else _along_space(weight, x) / var.sqrt()
+    shift = -mean * scale if bias is None else _along_space(bias, x) - mean * scale
+    y = centred * scale + shift
+    return y.to(x.dtype) if narrow else y
 
 
 def update_moving_averages(

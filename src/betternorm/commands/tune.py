@@ -3,76 +3,95 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import json
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from betternorm.cli import FINDING, OK
+from betternorm.commands.parser import CommandParser
 from betternorm.display.progress import clock
 from betternorm.display.terminal import show
 from betternorm.errors import UncertainGainWarning, UserError
-from betternorm.integrations.checkpoints import load_checkpoint
+from betternorm.folding import fold
+from betternorm.integrations.checkpoints import load_checkpoint, save_checkpoint
 from betternorm.integrations.images import read_images
 from betternorm.integrations.loading import ImageLoader
 from betternorm.integrations.models import load_model
 from betternorm.integrations.preprocessing import preprocessing
 from betternorm.surgery import convert
 from betternorm.weighing.batches import evaluating, output_and_target
-from betternorm.weighing.metrics import METRICS, SHARES
+from betternorm.weighing.metrics import CALIBRATED, METRICS, SHARES
 from betternorm.weighing.result import AlphaSearch
 from betternorm.weighing.scale import to_u
 from betternorm.weighing.search import tune_alpha
+from betternorm.weighing.shifts import KINDS, corruptions
 
 EXAMPLES = """\
 examples:
   betternorm tune timm:resnet50 --checkpoint resnet50.safetensors --data imagenet/val --limit 5000
   betternorm tune nets/mine.py:build --checkpoint best.pth --data val.npz --mean 0.5,0.5,0.5 --std 0.25,0.25,0.25
-  betternorm tune torchvision:resnet18 --num-classes 10 --checkpoint mine.pt --data cifar10 --objective top1
+  betternorm tune timm:resnet18 --checkpoint mine.pt --data val --shift noise,blur:3 --max-clean-loss 0.5
 
-Beside the tuned checkpoint (--out) are written a table (.json) and curves (.png, .html). Load the checkpoint with
-  model = betternorm.convert(model, "weighed"); model.load_state_dict(torch.load("tuned.pt"))
+Writes the checkpoint (--out), a table (.json) and curves (.png, .html). Exit codes: 0 better, 1 no gain to be told from
+chance, 3 better and another metric worse. To load it: model = betternorm.load(model, "tuned.pt")
 """
 ENOUGH_FOR_TIMING = 2  # batches: the first also compiles and warms up
+WORSE = 3  # what the shell gets where the objective is better and another metric certainly worse
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: CommandParser) -> None:
     parser.epilog = EXAMPLES
     add = parser.add_argument
     add("model", metavar="MODEL", help="timm:NAME, torchvision:NAME or path/to/file.py:function")
     add("--checkpoint", type=Path, required=True, metavar="FILE", help=".pt, .pth or .safetensors")
     add("--data", required=True, help="one folder per class, an .npz with images and labels, or a dataset")
-    add("--data-root", type=Path, metavar="FOLDER", help="where a dataset known by its name lies (default: data)")
-    add("--split", choices=["val", "test"], default="val", help="of a dataset known by its name (default: val)")
-    add(
-        "--output",
-        "--out",
-        dest="out",
-        type=Path,
-        metavar="FILE",
-        help="the tuned checkpoint (default: CHECKPOINT-tuned, beside it)",
-    )
-    add("--objective", default="cross_entropy", choices=list(METRICS), help="(default: cross_entropy)")
+    add("--output", "--out", dest="out", type=Path, metavar="FILE", help="(default: CHECKPOINT-tuned, beside it)")
+    add = parser.add_argument_group("what is searched").add_argument
+    add("--objective", choices=list(METRICS), metavar="NAME", help=f"{', '.join(METRICS)} (default: {CALIBRATED})")
     add("--per-layer", action="store_true", help="also fit one alpha per layer, and keep it where it is better")
-    add("--grid", type=int, metavar="N", help="try N alphas instead of searching")
+    add("--layers", type=int, metavar="K", help="alpha in K layers only, so that the others can be folded")
+    add("--fold", action="store_true", help="with --layers: also write the folded network, a .pt2 of torch.export")
+    add("--shift", metavar="NAMES", help=f"choose on corruptions too: all, or of {','.join(KINDS)}")
+    add("--shifted-data", metavar="DATA", help="choose on a shifted set of your own too, given like --data")
+    add(
+        "--max-clean-loss",
+        type=float,
+        metavar="X",
+        help="best under shift losing at most X points (default: best mean)",
+    )
+    add("--fold-temperature", rare=True, action="store_true", help="divide the last linear layer by the temperature")
+    add("--grid", rare=True, type=int, metavar="N", help="try N alphas instead of searching")
+    add("--folds", rare=True, type=int, default=5, metavar="K", help="for the evidence (default: 5)")
+    add("--insist", rare=True, action="store_true", help="set the best alpha even where the gain could be chance")
+    add = parser.add_argument_group("model and images (default: what the model declares)").add_argument
+    add("--num-classes", type=int, metavar="N", help="of the model")
+    add("--ema", rare=True, action="store_true", help="take the averaged weights of the checkpoint")
+    add("--mean", metavar="R,G,B", help="of the pixels, between 0 and 1")
+    add("--std", metavar="R,G,B")
+    add("--size", type=int, metavar="SIDE", help="of the images")
     add("--limit", type=int, metavar="N", help="use N images, evenly spread")
-    add("--folds", type=int, default=5, metavar="K", help="for the evidence (default: 5)")
-    add("--insist", action="store_true", help="set the best alpha even where the gain could be chance")
-    add("--num-classes", type=int, metavar="N", help="of the model, where it is not the default")
-    add("--ema", action="store_true", help="take the averaged weights of the checkpoint")
-    add("--mean", metavar="R,G,B", help="of the pixels, between 0 and 1 (default: what the model declares)")
-    add("--std", metavar="R,G,B", help="(default: what the model declares)")
-    add("--size", type=int, metavar="SIDE", help="of the images (default: what the model declares, or as they are)")
-    add("--device", help="(default: cuda where there is one)")
+    add(
+        "--data-root",
+        rare=True,
+        type=Path,
+        metavar="FOLDER",
+        help="where a dataset known by its name lies (default: data)",
+    )
+    add("--split", rare=True, choices=["val", "test"], default="val", help="of such a dataset (default: val)")
+    add = parser.add_argument_group("running").add_argument
+    add("--device", rare=True, help="(default: cuda where there is one)")
     add("--batch-size", type=int, default=64, metavar="N", help="(default: 64)")
-    add("--workers", type=int, default=0, metavar="N", help="processes that read images (default: 0)")
+    add("--workers", rare=True, type=int, default=0, metavar="N", help="processes that read images (default: 0)")
     add("--dry-run", action="store_true", help="check everything on a batch, say what it would take, and write nothing")
     add("--force", action="store_true", help="write over an earlier result")
     add("--json", action="store_true", help="print JSON")
@@ -80,29 +99,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    for name in ("batch_size", "limit", "num_classes"):
+    for name in ("batch_size", "limit", "num_classes", "layers"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} is {value}; it must be 1 or more")
     if arguments.workers < 0:
         raise UserError(f"--workers is {arguments.workers}; it must be 0 or more")
+    if arguments.fold and arguments.layers is None:
+        raise UserError("--fold needs --layers K: with an alpha in every layer there is nothing to fold")
     out = _out(arguments)
     device = _device(arguments.device)
     keywords = {} if arguments.num_classes is None else {"num_classes": arguments.num_classes}
     model = load_checkpoint(load_model(arguments.model, **keywords), arguments.checkpoint, arguments.ema)
     model = model.to(device).eval()
-    loader, examples, described = _data(arguments, model, device)
+    loader, examples, described, pixels = _data(arguments, arguments.data, model, device)
     per_batch = _checked_on_a_batch(model, loader, device)
+    if arguments.fold:
+        _check_fold(model, arguments.layers)
+    shifts = _shifts(arguments, model, device, pixels)
     if arguments.dry_run:
-        _plan(arguments, out, examples, described, per_batch * -(-examples // arguments.batch_size))
+        seconds = per_batch * -(-examples // arguments.batch_size) * (1 + len(shifts or ()))
+        _plan(arguments, out, examples, described, seconds)
         return OK
-    found = _tuned(arguments, model, loader, out.with_suffix(".unfinished"))
-    written = _write(found, model, arguments.model, out)
+    found = _tuned(arguments, model, loader, shifts, out.with_suffix(".unfinished"))
+    written = _write(found, model, arguments.model, out, next(iter(loader))[0][:2] if arguments.fold else None)
     if arguments.json:
         print(json.dumps(found.to_dict(), indent=2))
     else:
         show(f"{found}\n\nwritten: {', '.join(map(str, written))}")
-    return OK if found.alpha != found.baseline else FINDING
+    if found.worse:
+        return WORSE
+    return OK if _is_changed(found) else FINDING
+
+
+def _is_changed(found: AlphaSearch) -> bool:
+    return found.alpha != found.baseline or found.temperature_folded_into is not None
 
 
 def _out(arguments: argparse.Namespace) -> Path:
@@ -112,14 +143,14 @@ def _out(arguments: argparse.Namespace) -> Path:
         raise UserError(f"--out is {out}; its name has to end in .pt, .pth or .safetensors")
     if not out.parent.is_dir():
         raise UserError(f"--out is {out}, and there is no folder {out.parent}")
-    there = [str(path) for path in (out, *_beside(out)) if path.exists()]
+    there = [str(path) for path in (out, *_beside(out, arguments.fold)) if path.exists()]
     if there and not (arguments.force or arguments.dry_run):
         raise UserError(f"{there[0]} exists; give --force to write over it, or another --out")
     return out
 
 
-def _beside(out: Path) -> list[Path]:
-    return [out.with_suffix(suffix) for suffix in (".json", ".png", ".html")]
+def _beside(out: Path, fold: bool) -> list[Path]:
+    return [out.with_suffix(suffix) for suffix in (".json", ".png", ".html", *([".pt2"] if fold else []))]
 
 
 def _device(name: str | None) -> torch.device:
@@ -132,11 +163,38 @@ def _device(name: str | None) -> torch.device:
     return device
 
 
+Pixels = tuple[Sequence[float], Sequence[float]]  # the mean and std that images were normalised by
+
+
+def _shifts(
+    arguments: argparse.Namespace, model: nn.Module, device: torch.device, pixels: Pixels | None
+) -> dict[str, Any] | None:
+    """Corruptions by name, and a loader of the user's shifted set."""
+    if arguments.max_clean_loss is not None and not arguments.max_clean_loss >= 0:
+        raise UserError(f"--max-clean-loss is {arguments.max_clean_loss:g}; it must be 0 or more")
+    found: dict[str, Any] = {}
+    if arguments.shift is not None:
+        if pixels is None:
+            raise UserError(f"--shift needs images with a mean and std, and {arguments.data} holds floats as they are")
+        names = None if arguments.shift == "all" else arguments.shift.split(",")
+        try:
+            found |= corruptions(names, *pixels)
+        except ValueError as error:
+            raise UserError(f"--shift: {error}") from error
+    if arguments.shifted_data is not None:
+        loader = _data(arguments, arguments.shifted_data, model, device)[0]
+        _checked_on_a_batch(model, loader, device)
+        found[Path(arguments.shifted_data).name] = loader
+    if not found and arguments.max_clean_loss is not None:
+        raise UserError("--max-clean-loss is a rule for shifted data; give --shift or --shifted-data too")
+    return found or None
+
+
 def _data(
-    arguments: argparse.Namespace, model: nn.Module, device: torch.device
-) -> tuple[Iterable[tuple[Tensor, Tensor]], int, str]:
-    """Batches, how many examples they hold, and how they are prepared."""
-    path = Path(arguments.data)
+    arguments: argparse.Namespace, given: str, model: nn.Module, device: torch.device
+) -> tuple[Iterable[tuple[Tensor, Tensor]], int, str, Pixels | None]:
+    """Batches, how many examples they hold, how they are prepared, and by which mean and std."""
+    path = Path(given)
     mean, std = (_floats(name, getattr(arguments, name)) for name in ("mean", "std"))
     if path.is_dir() or path.suffix == ".npz":
         how = preprocessing(arguments.model, model, mean, std, arguments.size)
@@ -153,28 +211,36 @@ def _data(
             pin_memory=device.type == "cuda",
             persistent_workers=arguments.workers > 0,
         )
-        return batches, len(images), str(how) if images.how is not None else "floats as they are"
+        if images.how is None:
+            return batches, len(images), "floats as they are", None
+        return batches, len(images), str(how), (how.mean, how.std)
     try:
         from betternorm.lab import data as lab
     except ImportError as error:
-        raise UserError(f"--data {arguments.data!r} needs the lab: pip install 'betternorm[lab]' ({error})") from error
-    return _named(lab, arguments, mean, std, device)
+        raise UserError(f"--data {given!r} needs the lab: pip install 'betternorm[lab]' ({error})") from error
+    return _named(lab, given, arguments, mean, std, device)
 
 
 def _named(
-    lab: Any, arguments: argparse.Namespace, mean: list[float] | None, std: list[float] | None, device: torch.device
-) -> tuple[Iterable[tuple[Tensor, Tensor]], int, str]:
+    lab: Any,
+    dataset: str,
+    arguments: argparse.Namespace,
+    mean: list[float] | None,
+    std: list[float] | None,
+    device: torch.device,
+) -> tuple[Iterable[tuple[Tensor, Tensor]], int, str, Pixels]:
     """A dataset of the lab, prepared as the lab does it."""
-    data = lab.load(arguments.data, arguments.data_root, image_size=arguments.size)
+    data = lab.load(dataset, arguments.data_root, image_size=arguments.size)
     given = {name: tuple(numbers) for name, numbers in (("mean", mean), ("std", std)) if numbers is not None}
     data = dataclasses.replace(data, facts=dataclasses.replace(data.facts, **given))
     split = data.test if arguments.split == "test" else data.validation
     if split is None:
-        raise UserError(f"--split is {arguments.split}; {arguments.data} has no labels for it")
+        raise UserError(f"--split is {arguments.split}; {dataset} has no labels for it")
     if arguments.limit is not None and arguments.limit < len(split):
         split = split.take(torch.linspace(0, len(split) - 1, arguments.limit).round().long())
     loader = lab.Loader(data, split, arguments.batch_size, device=device, workers=arguments.workers)
-    return loader, len(split), f"the {arguments.split} split, mean and std {'given' if given else 'of the dataset'}"
+    described = f"the {arguments.split} split, mean and std {'given' if given else 'of the dataset'}"
+    return loader, len(split), described, (data.facts.mean, data.facts.std)
 
 
 def _classes(model: nn.Module) -> int | None:
@@ -211,19 +277,23 @@ def _checked_on_a_batch(model: nn.Module, loader: Iterable[tuple[Tensor, Tensor]
 
 
 def _plan(arguments: argparse.Namespace, out: Path, examples: int, described: str, seconds_a_pass: float) -> None:
-    alphas = arguments.grid or 13
+    alphas = (arguments.grid or 13) + (17 if arguments.layers else 0)
     lines = [
         f"model:       {arguments.model}, {arguments.checkpoint}",
         f"data:        {examples} images from {arguments.data}: {described}",
-        f"objective:   {arguments.objective}",
+        f"objective:   {arguments.objective or ('top1' if arguments.shift else CALIBRATED)}",
         f"would take:  about {clock(alphas * seconds_a_pass)} for {alphas} alphas on {_device(arguments.device)}",
-        f"would write: {', '.join(map(str, (out, *_beside(out))))}",
+        f"would write: {', '.join(map(str, (out, *_beside(out, arguments.fold))))}",
     ]
     print("\n".join(lines))
 
 
 def _tuned(
-    arguments: argparse.Namespace, model: nn.Module, loader: Iterable[tuple[Tensor, Tensor]], unfinished: Path
+    arguments: argparse.Namespace,
+    model: nn.Module,
+    loader: Iterable[tuple[Tensor, Tensor]],
+    shifts: dict[str, Any] | None,
+    unfinished: Path,
 ) -> AlphaSearch:
     """Tune, keeping what is evaluated in a file for as long as it is unfinished."""
     had_begun = unfinished.exists()
@@ -235,8 +305,12 @@ def _tuned(
                 loader,
                 metrics=tuple(METRICS),
                 objective=arguments.objective,
+                shifts=shifts,
+                max_clean_loss=arguments.max_clean_loss,
+                fold_temperature=arguments.fold_temperature,
                 grid=arguments.grid,
                 per_layer=arguments.per_layer,
+                layers=arguments.layers,
                 folds=arguments.folds,
                 insist=arguments.insist,
                 resume=unfinished,
@@ -244,22 +318,29 @@ def _tuned(
             )
     except (ValueError, TypeError) as error:
         if not had_begun:
-            unfinished.unlink(missing_ok=True)
+            _remove(unfinished)
         raise UserError(_first_line(error)) from error
-    unfinished.unlink(missing_ok=True)
+    _remove(unfinished)
     return found
 
 
-def _write(found: AlphaSearch, model: nn.Module, spec: str, out: Path) -> list[Path]:
+def _remove(unfinished: Path) -> None:
+    for path in unfinished.parent.glob(f"{unfinished.name}*"):  # that of a shifted set lies beside it
+        path.unlink(missing_ok=True)
+
+
+def _write(found: AlphaSearch, model: nn.Module, spec: str, out: Path, to_fold_with: Tensor | None) -> list[Path]:
     """Everything or nothing: all is made under other names first. Without a gain there is no checkpoint."""
-    table, picture, page = _beside(out)
+    table, picture, page, *folded = _beside(out, to_fold_with is not None)
     makers: dict[Path, Callable[[Path], object]] = {
         table: found.save,
         picture: lambda path: found.plot(path),
         page: lambda path: path.write_text(_page(spec, found), encoding="utf-8"),
     }
-    if found.alpha != found.baseline:
-        makers = {out: lambda path: _save(model, path), **makers}
+    if _is_changed(found):
+        makers = {out: lambda path: save_checkpoint(model, path), **makers}
+        for program in folded:
+            makers[program] = lambda path: _export(_folded(model), to_fold_with, path)
     made: list[tuple[Path, Path]] = []
     try:
         for target, make in makers.items():
@@ -276,14 +357,29 @@ def _write(found: AlphaSearch, model: nn.Module, spec: str, out: Path) -> list[P
     return list(makers)
 
 
-def _save(model: nn.Module, path: Path) -> None:
-    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    if path.suffix == ".safetensors":
-        from safetensors.torch import save_file
+def _check_fold(model: nn.Module, layers: int) -> None:
+    """Whether there will be something to fold, before hours of work."""
+    before, after = (sum(isinstance(m, _BatchNorm) for m in net.modules()) for net in (model, _folded(model)))
+    if before - after <= layers:
+        raise UserError(
+            f"--fold with --layers {layers}: no more than {before - after} layers fold, and all may get an alpha"
+        )
 
-        save_file({name: tensor.clone() for name, tensor in weights.items()}, path)  # it refuses shared memory
-    else:
-        torch.save(weights, path)
+
+def _folded(model: nn.Module) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of layers that stay
+        try:
+            return fold(copy.deepcopy(model).cpu())
+        except ValueError as error:
+            raise UserError(f"--fold: {_first_line(error)}") from error
+
+
+def _export(model: nn.Module, images: Tensor | None, path: Path) -> None:
+    """A program for any batch size, which needs torch and not this package."""
+    assert images is not None
+    any_batch = ({0: torch.export.Dim("batch", min=1)},)
+    torch.export.save(torch.export.export(model, (images.cpu(),), dynamic_shapes=any_batch), path)
 
 
 def _first_line(error: Exception) -> str:

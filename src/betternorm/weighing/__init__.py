@@ -6,5 +6,15 @@ from betternorm.weighing.comparison import compare_alpha
 from betternorm.weighing.metrics import Metric
 from betternorm.weighing.result import AlphaSearch
 from betternorm.weighing.search import tune_alpha
+from betternorm.weighing.shifts import corruptions
 
-__all__ = ["AlphaSearch", "Metric", "calibrate", "compare_alpha", "get_alpha", "set_alpha", "tune_alpha"]
+__all__ = [
+    "AlphaSearch",
+    "Metric",
+    "calibrate",
+    "compare_alpha",
+    "corruptions",
+    "get_alpha",
+    "set_alpha",
+    "tune_alpha",
+]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,10 +41,12 @@ def check_limit(limit: int | None) -> None:
 
 def length_of(loader: Iterable[Any], limit: int | None) -> int | None:
     """How many batches `iterate` will give, where that is known."""
-    if not isinstance(loader, Sized):
+    try:
+        length = len(loader)  # type: ignore[arg-type]
+    except TypeError:  # a DataLoader has a length by its looks, and over an IterableDataset it has none
         return None
     size = getattr(loader, "batch_size", None)
-    return min(len(loader), -(-limit // size)) if limit is not None and size else len(loader)
+    return min(length, -(-limit // size)) if limit is not None and size else length
 
 
 def output_and_target(model: nn.Module, batch: Any) -> tuple[Any, Any]:
@@ -82,16 +84,36 @@ def output_of(model: nn.Module, batch: Any) -> Any:
 def example_keys(batch: Any) -> Tensor:
     """A number for every row of a batch that follows from its content, the same in whatever batch it comes.
 
-    Exact integer arithmetic on the bits of (at most a thousand of) the values of the largest tensor.
+    Exact integer arithmetic on the bits of (at most a thousand of) the values of each tensor: images and labels.
     """
     tensors = list(_tensors(batch))
     if not tensors:
         raise TypeError(f"a batch has to hold tensors, got a {type(batch).__name__}")
-    rows = max(tensors, key=Tensor.numel).detach().flatten(1)
-    rows = rows[:, :: max(1, rows.shape[1] // 1024)]
-    bits = (rows.float().contiguous().view(torch.int32) if rows.is_floating_point() else rows).long().cpu()
-    weights = torch.randint(1, 2**62, (rows.shape[1],), generator=torch.Generator().manual_seed(1))
-    return (bits * weights).sum(1)  # wraps around, which is as good
+    examples = len(max(tensors, key=Tensor.numel))
+    generator = torch.Generator().manual_seed(1)
+    keys = torch.zeros(examples, dtype=torch.int64)
+    for tensor in tensors:
+        if len(tensor) == examples:
+            rows = tensor.detach().flatten(1)
+            rows = rows[:, :: max(1, rows.shape[1] // 1024)]
+            bits = (rows.float().contiguous().view(torch.int32) if rows.is_floating_point() else rows).long().cpu()
+            keys += (bits * torch.randint(1, 2**62, (rows.shape[1],), generator=generator)).sum(1)  # wraps around
+    return keys
+
+
+def with_input_changed(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The batch with what the model gets of it changed."""
+    if isinstance(batch, Mapping):
+        key = next((key for key in INPUT_KEYS if key in batch), None)
+        if key is None:
+            raise TypeError(
+                f"shifts change the input of a batch: one of {', '.join(INPUT_KEYS)}, got {_described(batch)}"
+            )
+        return {**batch, key: change(batch[key])}
+    if isinstance(batch, (list, tuple)):
+        parts = [change(batch[0]), *batch[1:]]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return change(batch)
 
 
 def select(batch: Any, rows: Tensor) -> Any | None:

@@ -58,6 +58,8 @@ def compare_alpha(
         for name, value in current.items():
             layers[name].alpha = value
     return {
-        metric: evaluations.gain(metric, values[before], values[after], confidence, seed)
-        for metric, values in evaluations.values.items()
+        metric: evaluations.gain(
+            metric, evaluations.numbers(metric, before), evaluations.numbers(metric, after), confidence, seed
+        )
+        for metric in evaluations.metrics
     }

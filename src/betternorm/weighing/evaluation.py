@@ -16,13 +16,34 @@ from torch import Tensor, nn
 
 from betternorm.display.progress import Bar
 from betternorm.layers import GroupedBatchNorm
-from betternorm.weighing.batches import Forward, device_of, evaluating, example_keys, iterate, length_of
+from betternorm.weighing.batches import (
+    Forward,
+    device_of,
+    evaluating,
+    example_keys,
+    iterate,
+    length_of,
+    with_input_changed,
+)
 from betternorm.weighing.evidence import Gain, gain_between
 from betternorm.weighing.metrics import Metric
+from betternorm.weighing.shifts import Shift
 
 Setting = float | tuple[float, ...]  # one alpha for all layers, or one for each
 
+_UNDER = " under "
+
 SAVE_EVERY = 20.0  # seconds between writes of what has been evaluated
+
+
+def under(metric: str, shift: str) -> str:
+    """What a metric is called on shifted data."""
+    return f"{metric}{_UNDER}{shift}"
+
+
+def shift_of(metric: str) -> str:
+    """The shift that a metric is measured under, and nothing for one of the data as they are."""
+    return metric.partition(_UNDER)[2]
 
 
 class Evaluations:
@@ -39,8 +60,11 @@ class Evaluations:
         resume: str | os.PathLike[str] | None,
         progress: bool | None,
         baseline: float,
+        shifts: Mapping[str, Shift] | None = None,
     ) -> None:
+        """``shifts`` are functions of the input by name; what is shifted is measured by metrics called `under` it."""
         self.baseline = baseline
+        self.shifts = dict(shifts or {})
         self.model, self.layers, self.loader, self.metrics = model, layers, loader, metrics
         self.forward, self.limit, self.progress = forward, limit, progress
         self.values: dict[str, dict[Setting, Tensor]] = {name: {} for name in metrics}
@@ -53,12 +77,14 @@ class Evaluations:
         self._unfinished: _Pass | None = None
         self._file = None if resume is None else Path(resume)
         self._saved = time.monotonic()
+        self._known = True  # whether the data are those of the file
         if self._file is not None:
             self._signature = _signature(model, metrics, limit)
             self._restore()
 
     def evaluate(self, alphas: Sequence[Setting]) -> None:
         """One iteration of the loader for all of these that have not been tried."""
+        self._recognise()
         tried = next(iter(self.values.values()))
         new: list[Setting] = [alpha for alpha in dict.fromkeys(alphas) if alpha not in tried]
         if not new:
@@ -92,7 +118,8 @@ class Evaluations:
                         continue
                     current.clear()  # cut into other batches now
                     return self._iterate(current, label)
-                measured = [self._measure(alpha, batch) for alpha in current.alphas]
+                parts = self.parts(batch)
+                measured = [self._measure(alpha, parts) for alpha in current.alphas]
                 for name in self.metrics:
                     for alpha, found in zip(current.alphas, measured, strict=True):
                         current.values.setdefault(name, {}).setdefault(alpha, []).append(found[name][0])
@@ -103,12 +130,25 @@ class Evaluations:
         if not current.keys:
             raise ValueError("the loader gave no batches: nothing to evaluate")
 
-    def _measure(self, alpha: Setting, batch: Any) -> dict[str, tuple[Tensor, Tensor]]:
+    def parts(self, batch: Any) -> dict[str, Any]:
+        """The batch as it is, under no name, and under every shift."""
+        return {"": batch} | {name: with_input_changed(batch, shift) for name, shift in self.shifts.items()}
+
+    def _measure(self, alpha: Setting, parts: Mapping[str, Any]) -> dict[str, tuple[Tensor, Tensor]]:
         alphas = alpha if isinstance(alpha, tuple) else (alpha,) * len(self.layers)
         for layer, value in zip(self.layers.values(), alphas, strict=True):
             layer.alpha = value
-        output, target = self.forward(self.model, batch)
-        return {name: metric.measure(output, target) for name, metric in self.metrics.items()}
+        return self.measured(parts)
+
+    def measured(self, parts: Mapping[str, Any]) -> dict[str, tuple[Tensor, Tensor]]:
+        """Every metric of the network as it is now, on a batch and its shifts."""
+        found: dict[str, tuple[Tensor, Tensor]] = {}
+        for shift, part in parts.items():
+            output, target = self.forward(self.model, part)
+            for name, metric in self.metrics.items():
+                if shift_of(name) == shift:
+                    found[name] = metric.measure(output, target)
+        return found
 
     def length(self) -> int | None:
         return length_of(self.loader, self.limit)
@@ -155,10 +195,25 @@ class Evaluations:
 
     def average(self, metric: str, values: Tensor, where: Tensor | None = None) -> float:
         chosen = slice(None) if where is None else where
-        return float(self.metrics[metric].average(values[chosen], self.counts[metric][chosen]))
+        counts = self.counts[metric][chosen]
+        return float(self.metrics[metric].average(self.metrics[metric].numbers(values[chosen], counts), counts))
 
-    def gain(self, metric: str, before: Tensor, after: Tensor, confidence: float, seed: int) -> Gain:
-        return gain_between(self.metrics[metric], before, after, self.counts[metric], confidence, seed)
+    def numbers(self, metric: str, alpha: Setting) -> Tensor:
+        """A number for every example, with a temperature fitted on all of them."""
+        return self.metrics[metric].numbers(self.values[metric][alpha], self.counts[metric])
+
+    def gain(
+        self, metric: str, before: Tensor, after: Tensor, confidence: float, seed: int, chosen: bool = False
+    ) -> Gain:
+        """``chosen`` says that the alphas of ``after`` were chosen by this metric among all that were tried."""
+        tried = [self.numbers(metric, alpha) for alpha in self.tried() if alpha != self.baseline] if chosen else []
+        return gain_between(
+            self.metrics[metric], before, after, self.counts[metric], self.units(metric), tried, confidence, seed
+        )
+
+    def units(self, metric: str) -> Tensor:
+        """The example, or the batch, that every number of a metric is of."""
+        return self.keys if len(self.counts[metric]) == len(self.keys) else self.batch_keys
 
     def tried(self) -> list[float]:
         """The single alphas, from the one nearest to the network as it was trained."""
@@ -177,6 +232,18 @@ class Evaluations:
         return found
 
     # -- interruptions --
+
+    def _recognise(self) -> None:
+        """See that the images and labels are those of the file, before its numbers are used. Runs no network."""
+        if self._known:
+            return
+        self._known = True
+        if len(self.keys) and not torch.equal(
+            torch.cat([example_keys(batch) for batch in self.batches()]).sort().values, self.keys
+        ):
+            raise ValueError(
+                f"resume={str(self._file)!r} belongs to other images or labels; remove the file or name another one"
+            )
 
     def save_now_and_then(self) -> None:
         if time.monotonic() - self._saved > SAVE_EVERY:
@@ -202,6 +269,7 @@ class Evaluations:
             return
         except Exception as error:
             raise ValueError(f"resume={str(self._file)!r} is not a file of a search; remove it ({error})") from error
+        self._known = False
         if not isinstance(state, dict) or state.get("signature") != self._signature:
             raise ValueError(
                 f"resume={str(self._file)!r} belongs to another network, limit or list of metrics; remove the file "

@@ -1,20 +1,21 @@
-"""Whether a gain is real: the paired bootstrap and McNemar's test, on numbers kept for every example."""
+"""Whether a gain is real: intervals from the numbers kept for every example, which know that alpha was chosen."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from betternorm.weighing.metrics import Metric
+from betternorm.weighing.metrics import Metric, weighted_mean
 
 Average = Callable[[Tensor, Tensor], Tensor]  # of values and counts, over the last dimension
 
-RESAMPLES = 2000
-_NUMBERS_AT_ONCE = 1 << 24
+RESAMPLES = 1000
+ENOUGH_TO_JUDGE = 50  # different examples, or batches where a metric has one number per batch
+_NUMBERS_AT_ONCE = 1 << 23
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Gain:
     after: float
     low: float
     high: float
-    p_value: float | None = None  # of McNemar's test, for top1
+    p_value: float | None = None  # of McNemar's test, for top1 at alphas that were not chosen on these data
 
     @property
     def difference(self) -> float:
@@ -35,44 +36,114 @@ class Gain:
         """Whether the interval leaves out zero, on the good side."""
         return self.low > 0 if metric.higher_is_better else self.high < 0
 
+    def is_certain_loss(self, metric: Metric) -> bool:
+        """Whether the interval leaves out zero, on the bad side."""
+        return self.high < 0 if metric.higher_is_better else self.low > 0
+
 
 def gain_between(
-    metric: Metric, before: Tensor, after: Tensor, counts: Tensor, confidence: float = 0.95, seed: int = 0
+    metric: Metric,
+    before: Tensor,
+    after: Tensor,
+    counts: Tensor,
+    units: Tensor | None = None,
+    tried: Sequence[Tensor] = (),
+    confidence: float = 0.95,
+    seed: int = 0,
 ) -> Gain:
-    """What a metric gains, from its numbers for every example before and after."""
-    low, high = paired_bootstrap(before, after, counts, metric.average, confidence, seed=seed)
+    """What a metric gains, from its numbers for every example before and after.
+
+    Args:
+        units: for every number, which example it is of: copies of one example are drawn together, as they are no
+            further evidence. None where all are different.
+        tried: the numbers at every alpha that this one was chosen among by this metric. The interval is then wide
+            enough for the best of them.
+    """
+    units = torch.arange(len(counts)) if units is None else torch.unique(units, return_inverse=True)[1]
+    alone = bool(len(units) == int(units.max()) + 1)
+    sign = 1 if metric.higher_is_better else -1
+    interval = _of_means if metric.average is weighted_mean else _of_any
+    below, above = interval(
+        metric.average, before, torch.stack([after, *tried]), counts, units, sign, (1 + confidence) / 2, seed
+    )
+    difference = float(metric.average(after, counts) - metric.average(before, counts))
+    low, high = (difference - below, difference + above) if sign > 0 else (difference - above, difference + below)
     return Gain(
         before=float(metric.average(before, counts)),
         after=float(metric.average(after, counts)),
         low=low,
         high=high,
-        p_value=mcnemar(before, after) if metric.name == "top1" else None,
+        p_value=mcnemar(before, after) if metric.name == "top1" and alone and not tried else None,
     )
 
 
-def paired_bootstrap(
-    before: Tensor,
-    after: Tensor,
-    counts: Tensor,
-    average: Average,
-    confidence: float = 0.95,
-    resamples: int = RESAMPLES,
-    seed: int = 0,
+def _of_means(
+    average: Average, before: Tensor, after: Tensor, counts: Tensor, units: Tensor, sign: int, level: float, seed: int
 ) -> tuple[float, float]:
-    """An interval for ``average(after) - average(before)``: percentiles over examples drawn with replacement.
+    """How far an interval reaches to the side of a loss and to that of a gain, for differences of means.
 
-    An example that is drawn counts in both, which takes out what makes examples easy or hard.
+    Of two critical values of Student's t the larger one is taken. Turning the signs of examples at random is exact
+    where few answers change; drawing examples with replacement (the bootstrap t) follows losses that are skewed. On the
+    side of a loss it is that of the largest t among all alphas tried (Westfall and Young's way).
     """
+    total = int(units.max()) + 1
+    weights = torch.zeros(total, dtype=torch.float64).index_add_(0, units, counts)
+    sums = torch.zeros(total, len(after), dtype=torch.float64)
+    sums.index_add_(0, units, (sign * (after - before) * counts).nan_to_num(0, 0, 0).T)
+    centred = sums - weights[:, None] * (sums.sum(0) / weights.sum())
+    if total < 2:
+        return math.inf, math.inf
+    flipped, drawn = [], []
     generator = torch.Generator().manual_seed(seed)
-    units = len(counts)
-    at_once = max(1, _NUMBERS_AT_ONCE // units)
-    differences = []
-    for start in range(0, resamples, at_once):
-        drawn = torch.randint(units, (min(at_once, resamples - start), units), generator=generator)
-        differences.append(average(after[drawn], counts[drawn]) - average(before[drawn], counts[drawn]))
-    tail = (1 - confidence) / 2
-    low, high = torch.cat(differences).quantile(torch.tensor([tail, 1 - tail], dtype=torch.float64)).tolist()
-    return low, high
+    at_once = max(1, _NUMBERS_AT_ONCE // total)
+    for start in range(0, RESAMPLES, at_once):
+        size = (min(at_once, RESAMPLES - start), total)
+        signs = torch.randint(2, size, generator=generator, dtype=torch.float64).mul_(2).sub_(1)
+        flipped.append(_student(signs @ sums, sums.square().sum(0).expand(size[0], -1), total))
+        times = torch.zeros(size, dtype=torch.float64)
+        rows = torch.randint(total, size, generator=generator)
+        times.scatter_add_(1, rows, torch.ones(size, dtype=torch.float64))
+        drawn.append(_student(times @ centred, times @ centred.square(), total))
+    turned, resampled = torch.cat(flipped), torch.cat(drawn)
+    of_loss = max(_quantile(t.amax(1), level) for t in (turned, resampled))
+    of_gain = max(_quantile(-t[:, 0], level) for t in (turned, resampled))
+    error = float((centred[:, 0].square().sum() * total / (total - 1)).sqrt() / weights.sum())
+    return of_loss * error, of_gain * error
+
+
+def _student(sums: Tensor, squares: Tensor, count: int) -> Tensor:
+    """Student's t of samples with these sums and sums of squares; 0 where all of a sample is the same."""
+    variance = (squares - sums.square() / count) * count / (count - 1)
+    return torch.where(variance > 1e-12 * squares, sums / variance.clamp(min=1e-300).sqrt(), 0.0)
+
+
+def _of_any(
+    average: Average, before: Tensor, after: Tensor, counts: Tensor, units: Tensor, sign: int, level: float, seed: int
+) -> tuple[float, float]:
+    """The same for figures that are no means, by the spread over examples drawn with replacement."""
+    total = int(units.max()) + 1
+    if total < 2:
+        return math.inf, math.inf
+    generator = torch.Generator().manual_seed(seed)
+    at_once = max(1, _NUMBERS_AT_ONCE // len(units))
+    found = []
+    for start in range(0, RESAMPLES, at_once):
+        size = (min(at_once, RESAMPLES - start), total)
+        times = torch.zeros(size, dtype=torch.float64)
+        rows = torch.randint(total, size, generator=generator)
+        times.scatter_add_(1, rows, torch.ones(size, dtype=torch.float64))
+        drawn = times[:, units] * counts
+        was = average(before.expand(size[0], -1), drawn)
+        found.append(torch.stack([sign * (average(now.expand(size[0], -1), drawn) - was) for now in after], 1))
+    differences = torch.cat(found)
+    spread = differences.std(0) * math.sqrt(total / (total - 1))
+    apart = torch.where(spread > 0, (differences - differences.mean(0)) / spread, 0.0)
+    error = float(spread[0])
+    return _quantile(apart.amax(1), level) * error, _quantile(-apart[:, 0], level) * error
+
+
+def _quantile(values: Tensor, level: float) -> float:
+    return float(values.quantile(level, interpolation="higher"))
 
 
 def mcnemar(before: Tensor, after: Tensor) -> float:

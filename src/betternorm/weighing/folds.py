@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from betternorm.weighing.evaluation import Evaluations
+from betternorm.weighing.evaluation import Evaluations, Setting
 
 
 class Folds:
@@ -33,13 +35,23 @@ class Folds:
 
     def single(self, objective: str, metric: str) -> Tensor:
         """The numbers of a metric, each at the one alpha that is best for the objective on the other folds."""
-        evaluations = self._evaluations
-        held_out = evaluations.values[metric][evaluations.baseline].clone()
+        return self.held_out(metric, lambda fold: self._evaluations.best(objective, self.of(objective) != fold))
+
+    def as_trained(self, metric: str) -> Tensor:
+        return self.held_out(metric, lambda fold: self._evaluations.baseline)
+
+    def held_out(self, metric: str, alpha_for: Callable[[int], Setting]) -> Tensor:
+        """The numbers of a metric, those of each fold at an alpha that is taken without it.
+
+        A temperature too is fitted on the other folds.
+        """
+        evaluations, folds = self._evaluations, self.of(metric)
+        found = torch.empty(len(folds), dtype=torch.float64)
         for fold in range(self.count):
-            alpha = evaluations.best(objective, self.of(objective) != fold)
-            mine = self.of(metric) == fold
-            held_out[mine] = evaluations.values[metric][alpha][mine]
-        return held_out
+            values = evaluations.values[metric][alpha_for(fold)]
+            numbers = evaluations.metrics[metric].numbers(values, evaluations.counts[metric], folds != fold)
+            found[folds == fold] = numbers[folds == fold]
+        return found
 
 
 def assign_folds(keys: Tensor, folds: int, seed: int = 0) -> Tensor:

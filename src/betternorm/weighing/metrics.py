@@ -1,4 +1,4 @@
-"""What a network is judged by: top-1 and top-5 accuracy, cross-entropy, calibration error, or the user's own.
+"""What a network is judged by: accuracy, cross-entropy with and without a temperature, or the user's own.
 
 A metric turns a batch into one number per example (or one per batch), and those numbers into one figure. Keeping the
 numbers is what makes folds, intervals and paired tests free: none of them needs the network again.
@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from betternorm.weighing.temperature import at_temperature_of_best_fit, cross_entropy_curve
 
 CALIBRATION_BINS = 15  # Guo et al., arXiv:1706.04599
 
@@ -31,7 +33,9 @@ class Metric:
 
     Examples::
 
-        >>> error = Metric("squared_error", lambda output, target: (output - target).square().mean(1))
+        >>> def squared_error(output, target):
+        ...     return (output - target).square().mean(1)
+        >>> error = Metric("squared_error", squared_error, higher_is_better=False)
         >>> values, counts = error.measure(torch.ones(3, 2), torch.zeros(3, 2))
         >>> error.average(values, counts)
         tensor(1., dtype=torch.float64)
@@ -39,8 +43,14 @@ class Metric:
 
     name: str
     function: Callable[[Any, Any], Any]
-    higher_is_better: bool = False
+    higher_is_better: bool
     average: Callable[[Tensor, Tensor], Tensor] = weighted_mean
+    # For a metric with something to fit: from a row for every example to a number, with the fit on some of the rows.
+    fitted: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
+
+    def numbers(self, values: Tensor, counts: Tensor, fitted_on: Tensor | None = None) -> Tensor:
+        """A number for every example, with what there is to fit (a temperature) fitted on some of them, or on all."""
+        return values if self.fitted is None else self.fitted(values, counts, fitted_on)
 
     def measure(self, output: Any, target: Any) -> tuple[Tensor, Tensor]:
         """Values and counts, float64 on the CPU: one a row of the batch, or one for the batch."""
@@ -52,6 +62,8 @@ class Metric:
         elif isinstance(found, Tensor) and found.dim() == 1:
             values = found.detach().double().cpu()
             return values, torch.ones_like(values)
+        elif self.fitted is not None:
+            return found.detach().cpu(), torch.ones(len(found), dtype=torch.float64)
         else:
             try:
                 number, count = float(found), float(len(target))
@@ -67,7 +79,7 @@ class Metric:
         return value > than if self.higher_is_better else value < than
 
 
-AnyMetric = str | Metric | Callable[[Any, Any], Any]
+AnyMetric = str | Metric | Callable[[Any, Any], Any]  # a callable says itself whether higher is better
 
 
 def rank_of_target(logits: Tensor, target: Tensor) -> Tensor:
@@ -89,6 +101,11 @@ def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
     return torch.where(loss.isnan(), torch.full_like(loss, torch.inf), loss)
 
 
+def calibrated_curve(logits: Tensor, target: Tensor) -> Tensor:
+    """The cross-entropy of every example at many temperatures."""
+    return cross_entropy_curve(*_classified(logits, target))
+
+
 def signed_confidence(logits: Tensor, target: Tensor) -> Tensor:
     """The probability of the answer, negative where the answer is wrong."""
     logits, target = _classified(logits, target)
@@ -108,14 +125,18 @@ def calibration_error(values: Tensor, counts: Tensor) -> Tensor:
 METRICS: dict[str, Metric] = {
     "top1": Metric("top1", lambda logits, target: rank_of_target(logits, target) < 1, higher_is_better=True),
     "top5": Metric("top5", lambda logits, target: rank_of_target(logits, target) < 5, higher_is_better=True),
-    "cross_entropy": Metric("cross_entropy", cross_entropy),
-    "ece": Metric("ece", signed_confidence, average=calibration_error),
+    "cross_entropy": Metric("cross_entropy", cross_entropy, higher_is_better=False),
+    "calibrated_cross_entropy": Metric(
+        "calibrated_cross_entropy", calibrated_curve, higher_is_better=False, fitted=at_temperature_of_best_fit
+    ),
+    "ece": Metric("ece", signed_confidence, higher_is_better=False, average=calibration_error),
 }
+CALIBRATED = "calibrated_cross_entropy"
 SHARES = ("top1", "top5", "ece")  # between 0 and 1: shown in per cent
 
 
 def named_metrics(metrics: Iterable[AnyMetric]) -> dict[str, Metric]:
-    """Metrics by name, from names, `Metric` objects and plain functions (whose lower values are better)."""
+    """Metrics by name, from names, `Metric` objects, and what says itself whether higher is better (torchmetrics)."""
     if isinstance(metrics, (str, Metric)) or callable(metrics):
         metrics = (metrics,)
     found: dict[str, Metric] = {}
@@ -125,17 +146,37 @@ def named_metrics(metrics: Iterable[AnyMetric]) -> dict[str, Metric]:
             if metric not in known:
                 raise ValueError(
                     f"metric {metric!r} is not known; known are {', '.join(METRICS)}, "
-                    "and any function of output and target"
+                    "and Metric(name, function, higher_is_better=...)"
                 )
             metric = known[metric]
         elif not isinstance(metric, Metric):
             if not callable(metric):
                 raise TypeError(f"metric {metric!r} is neither a name, a Metric nor a function of output and target")
-            metric = Metric(getattr(metric, "__name__", type(metric).__name__), metric)
+            metric = _directed(metric)
         if metric.name in found and found[metric.name] != metric:
             raise ValueError(f"two metrics are called {metric.name!r}; give one another name with Metric(name, ...)")
         found[metric.name] = metric
     return found
+
+
+def _directed(metric: Callable[[Any, Any], Any]) -> Metric:
+    """A metric of a callable that says whether higher is better."""
+    name = getattr(metric, "__name__", type(metric).__name__)
+    higher_is_better = getattr(metric, "higher_is_better", None)
+    if not isinstance(higher_is_better, bool):
+        raise TypeError(
+            f"{name!r} does not say whether higher is better; give "
+            f"Metric({name!r}, {name}, higher_is_better=True) or =False"
+        )
+    if not hasattr(metric, "reset"):
+        return Metric(name, metric, higher_is_better)
+
+    def of_a_batch(output: Any, target: Any) -> Any:
+        found = metric.to(output.device)(output, target)  # type: ignore[attr-defined]
+        metric.reset()  # torchmetrics adds up what it has seen
+        return found
+
+    return Metric(name, of_a_batch, higher_is_better)
 
 
 def _classified(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

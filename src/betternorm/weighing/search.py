@@ -9,23 +9,28 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from betternorm.errors import UncertainGainWarning
 from betternorm.layers import checked_alpha
 from betternorm.surgery import convert
 from betternorm.weighing.alpha import alpha_as_trained, tuned_layers, weighed_layers
-from betternorm.weighing.batches import Forward, check_limit, output_and_target
+from betternorm.weighing.batches import Forward, check_limit, device_of, evaluating, iterate, output_and_target
 from betternorm.weighing.calibration import calibrate, has_no_averages
-from betternorm.weighing.evaluation import Evaluations
+from betternorm.weighing.evaluation import Evaluations, Setting, shift_of
+from betternorm.weighing.evidence import ENOUGH_TO_JUDGE, Gain
+from betternorm.weighing.few_layers import check_layers, setting_of, tune_few_layers
 from betternorm.weighing.folds import Folds
-from betternorm.weighing.metrics import AnyMetric, named_metrics, weighted_mean
+from betternorm.weighing.metrics import CALIBRATED, METRICS, AnyMetric, named_metrics, weighted_mean
 from betternorm.weighing.per_layer import tune_per_layer
 from betternorm.weighing.result import AlphaSearch
 from betternorm.weighing.scale import alpha_at
+from betternorm.weighing.shifted import ShiftedSets, Shifts
+from betternorm.weighing.temperature import best_inverse, divide_last_linear, is_at_the_end
 
 # Steps of the search, in u.
 COARSEST, FINEST = 1 / 4, 1 / 32
@@ -36,10 +41,14 @@ def tune_alpha(
     model: nn.Module,
     loader: Iterable[Any],
     metrics: Iterable[AnyMetric] = ("top1", "top5", "cross_entropy"),
-    objective: AnyMetric = "cross_entropy",
+    objective: AnyMetric | None = None,
     *,
-    grid: int | Sequence[float] | None = None,
+    layers: int | None = None,
+    shifts: Shifts | None = None,
+    max_clean_loss: float | None = None,
     per_layer: bool = False,
+    grid: int | Sequence[float] | None = None,
+    fold_temperature: bool = False,
     epochs: int = 3,
     folds: int = 5,
     confidence: float = 0.95,
@@ -60,20 +69,36 @@ def tune_alpha(
 
     The search is adaptive: five alphas in the first iteration of the loader, then in each further one the neighbours of
     the best so far of every metric, halving the step, and at last the lowest point of a parabola through the objective:
-    five iterations at most. Between them only a number for every image, alpha and metric is kept. The loader must give
+    five iterations at most. Between them only some numbers for every image and alpha are kept. The loader must give
     the same examples every time, in any order: no random augmentation.
 
-    The evidence is honest about the choice: the data falls into ``folds``; for each, alpha is chosen on the others, and
-    it is judged where it was not chosen. (Which alphas are candidates is decided with all the data.) Where the interval
-    of the objective's gain includes zero there is a warning, and alpha stays as the network was trained.
+    Part of what alpha does to the cross-entropy is to soften outputs that are too sure, which one temperature does as
+    well. So every search of a classifier also fits a temperature, and the default objective is the cross-entropy after
+    it: what no temperature can give. ``found.temperature`` holds it.
+
+    The evidence is honest about the choice: the data falls into ``folds``; for each, alpha and the temperature are
+    fitted on the others and judged where they were not. The interval of the objective's gain is wide enough for the
+    best of all alphas tried. Where it includes zero, or where there are fewer than 50 different examples, there is a
+    warning, and alpha stays as the network was trained.
 
     Args:
         loader: batches (x, y), or dicts with "image" and "label" (or similar names), to be iterated several times.
-        metrics: names ("top1", "top5", "cross_entropy", "ece"), functions of output and target, or `Metric` objects.
-        objective: the metric to optimise, one of ``metrics`` or another.
-        grid: instead of searching, try so many alphas (denser near 0 and 1), or exactly these, in one iteration.
+        metrics: names ("top1", "top5", "cross_entropy", "calibrated_cross_entropy", "ece"), `Metric` objects, or
+            metrics of torchmetrics.
+        objective: the metric to optimise, one of ``metrics`` or another; None is "calibrated_cross_entropy", and with
+            ``shifts`` "top1".
+        layers: put alpha into at most so many layers, those that carry most of the gain, so that the others can be
+            folded for serving (:func:`betternorm.fold`). Up to five take at most 30 forward passes' worth of the data
+            in all, however many layers the network has. The table shows what one, three, five and all layers gain, and
+            what they cost.
+        shifts: choose alpha on shifted data too: what :func:`betternorm.weighing.corruptions` returns, or a dict from
+            names to functions of the images or to loaders of shifted data. Every alpha is run on every shift.
+        max_clean_loss: the rule for ``shifts``. None takes the best mean over the clean data and all shifts; a number
+            the best mean over the shifts at a cost on the clean data of at most so much (points for top1 and top5).
         per_layer: also fit one alpha per layer by gradient, and set those where they are better on held-out folds. It
             takes ``epochs`` iterations, each with ``folds + 1`` forward and backward passes.
+        grid: instead of searching, try so many alphas (denser near 0 and 1), or exactly these, in one iteration.
+        fold_temperature: divide the last linear layer by the temperature, so that the network has it inside.
         confidence: of the intervals.
         insist: set the best alpha even where the gain is not distinguishable from zero.
         forward: ``forward(model, batch)`` returns output and targets, for other kinds of batches and tasks.
@@ -88,68 +113,173 @@ def tune_alpha(
         found.plot("alpha.png")
         torch.save(model.state_dict(), "tuned.pt")  # alpha is inside
     """
+    if objective is None:
+        objective = CALIBRATED if shifts is None else "top1"
     judged = named_metrics(metrics)
     aim = next(iter(named_metrics((objective,))))
     judged |= {name: metric for name, metric in named_metrics((objective,)).items() if name not in judged}
+    if any(METRICS.get(name) is metric for name, metric in judged.items()):  # a classifier: it gets a temperature
+        judged |= {name: METRICS[name] for name in ("cross_entropy", CALIBRATED) if name not in judged}
     candidates = alpha_grid(grid)
     check_limit(limit)
     if not 0 < confidence < 1:
         raise ValueError(f"confidence={confidence} must lie between 0 and 1, like 0.95")
     if folds < 2:
         raise ValueError(f"folds={folds} must be 2 or more")
+    if shifts is None and max_clean_loss is not None:
+        raise ValueError(f"max_clean_loss={max_clean_loss} is a rule for shifted data; give shifts=... too")
+    if layers is not None and (per_layer or shifts is not None):
+        raise ValueError(f"layers={layers} does not go together with {'per_layer' if per_layer else 'shifts'}")
     if not weighed_layers(model):
         convert(model, "weighed")
-    layers = tuned_layers(model)
-    untuned = {name: layer.alpha for name, layer in layers.items()}
-    baseline = alpha_as_trained(layers)
+    tuned = tuned_layers(model)
+    untuned = {name: layer.alpha for name, layer in tuned.items()}
+    baseline = alpha_as_trained(tuned)
+    if layers is not None:
+        check_layers(layers, list(tuned), baseline)
+    run = forward or output_and_target
     try:
+        sets = None if shifts is None else ShiftedSets(shifts, judged[aim], max_clean_loss, per_layer)
         calibrating = 0
-        if calibration is not None or any(has_no_averages(layer) for layer in layers.values()):
-            for layer in layers.values():
+        if calibration is not None or any(has_no_averages(layer) for layer in tuned.values()):
+            for layer in tuned.values():
                 layer.alpha = baseline
             averaged = loader if calibration is None else calibration
             calibrating = calibrate(model, averaged, limit=limit, forward=forward, progress=progress)
         evaluations = Evaluations(
-            model, layers, loader, judged, forward or output_and_target, limit, resume, progress, baseline
+            model,
+            tuned,
+            loader,
+            judged | (sets.metrics() if sets else {}),
+            run,
+            limit,
+            resume,
+            progress,
+            baseline,
+            sets.functions if sets else None,
         )
-        _search(evaluations, aim, candidates)
+        if sets is not None:
+            sets.attach(evaluations, resume)
+        _search(evaluations, aim, candidates, sets, follow_others=layers is None)
         split = Folds(evaluations, min(folds, evaluations.groups()), seed)
         result = _judge(evaluations, split, aim, confidence, seed)
+        if sets is not None:
+            sets.judge(result, split, seed)
         if per_layer:
-            result.per_layer = tune_per_layer(evaluations, split, result, epochs, seed)
+            result.per_layer = tune_per_layer(evaluations, split, result, epochs, seed, sets)
+        if layers is not None:
+            result.few_layers = tune_few_layers(evaluations, split, result, layers, seed)
     except BaseException:
         for name, alpha in untuned.items():
-            layers[name].alpha = alpha
+            tuned[name].alpha = alpha
         raise
     result.passes += calibrating
-    result.alpha = result.best[aim] if result.significant or insist else baseline
-    if result.per_layer is not None and result.per_layer.kept:
+    chosen = result.best[aim] if sets is None else sets.chosen
+    result.alpha = chosen if result.significant or insist else baseline
+    if result.few_layers is not None:
+        few = result.few_layers
+        result.passes += few.passes
+        result.evaluations += few.evaluations
+        result.alpha = dict.fromkeys(tuned, baseline) | few.alphas if few.certain or insist else baseline
+        if not few.certain:
+            warnings.warn(result.verdict(), UncertainGainWarning, stacklevel=2)
+        result.temperature = _temperature(
+            evaluations,
+            setting_of(evaluations, few.alphas) if isinstance(result.alpha, dict) and few.alphas else baseline,
+        )
+    elif result.per_layer is not None and result.per_layer.kept:
         result.alpha = result.per_layer.alphas
-    elif not result.significant:
-        warnings.warn(result.verdict(), UncertainGainWarning, stacklevel=2)
-    for name, layer in layers.items():
+        result.temperature = result.per_layer.temperature
+    else:
+        if not result.significant:
+            warnings.warn(result.verdict(), UncertainGainWarning, stacklevel=2)
+        result.temperature = _temperature(evaluations, chosen if result.alpha != baseline else baseline)
+    result.worse = _worse(result, evaluations)
+    for name, layer in tuned.items():
         layer.alpha = result.alpha[name] if isinstance(result.alpha, dict) else result.alpha
+    if fold_temperature:
+        _fold_temperature(model, result, run, loader)
     return result
 
 
-def _search(evaluations: Evaluations, objective: str, grid: list[float] | None) -> None:
+def _worse(result: AlphaSearch, evaluations: Evaluations) -> list[str]:
+    """The metrics that are certainly worse with the alpha that was set."""
+    if result.alpha == result.baseline:
+        return []
+    return [name for name, gain in result.gains_as_set().items() if gain.is_certain_loss(evaluations.metrics[name])]
+
+
+def _temperature(evaluations: Evaluations, alpha: Setting) -> float | None:
+    """The temperature that fits all the data best, and None where there are no logits or where nothing fits."""
+    if CALIBRATED not in evaluations.values:
+        return None
+    inverse = best_inverse(evaluations.values[CALIBRATED][alpha], evaluations.counts[CALIBRATED])
+    return None if is_at_the_end(inverse) or inverse == 0 else 1 / inverse
+
+
+def _fold_temperature(model: nn.Module, result: AlphaSearch, run: Forward, loader: Iterable[Any]) -> None:
+    """Divide the last linear layer by the temperature, and see that the output is divided by it."""
+    if result.temperature is None:
+        raise ValueError(
+            "fold_temperature=True, and there is none to fold: none from 1/16 to 16 fits, or the outputs are no logits"
+        )
+    batch = next(iterate(loader, None, device_of(model)))
+    with evaluating(model), torch.inference_mode():
+        before = run(model, batch)[0]
+    name = divide_last_linear(model, result.temperature)
+    with evaluating(model), torch.inference_mode():
+        after = run(model, batch)[0]
+    if not torch.allclose(after * result.temperature, before, rtol=1e-3, atol=1e-4 * float(before.abs().max())):
+        divide_last_linear(model, 1 / result.temperature)
+        raise ValueError(
+            f"fold_temperature=True: the last linear layer, {name!r}, does not give the output of the network; divide "
+            "the logits by found.temperature yourself"
+        )
+    result.temperature_folded_into = name
+
+
+def _search(
+    evaluations: Evaluations,
+    objective: str,
+    grid: list[float] | None,
+    sets: ShiftedSets | None,
+    follow_others: bool = True,
+) -> None:
     """Try alphas: those of the grid, or five and then ever closer neighbours of the best."""
+
+    def evaluate(alphas: Iterable[float]) -> None:
+        evaluations.evaluate(list(alphas))
+        if sets is not None:
+            sets.evaluate(list(alphas))
+        _check_temperature(evaluations, objective)
+
     if grid is not None:
-        evaluations.evaluate([evaluations.baseline, *grid])
+        evaluate([evaluations.baseline, *grid])
         return
     # A calibration error has no single valley: a network that knows nothing, and says so, is well calibrated.
     followed = [
-        name for name, metric in evaluations.metrics.items() if metric.average is weighted_mean or name == objective
+        name
+        for name, metric in evaluations.metrics.items()
+        if (follow_others and metric.average is weighted_mean and not shift_of(name)) or name == objective
     ]
+
+    def best(among: Container[float]) -> set[float]:
+        """Of every metric; under shift, where every alpha costs many runs, by the rule alone."""
+        if sets is not None:
+            return {sets.choose(among=among)}
+        return {evaluations.best(metric, among=among) for metric in followed}
+
     steps = round(1 / COARSEST)
     position = {alpha_at(k / steps): k / steps for k in range(steps + 1)}
-    evaluations.evaluate(list(position))
+    evaluate(position)
     step = COARSEST
     while step > FINEST:
         step /= 2
-        best = {position[evaluations.best(metric, among=position)] for metric in followed}
-        position |= {alpha_at(v): v for u in sorted(best) for v in (u - step, u + step) if 0 <= v <= 1}
-        evaluations.evaluate(list(position))
+        around_best = sorted(position[alpha] for alpha in best(position))
+        position |= {alpha_at(v): v for u in around_best for v in (u - step, u + step) if 0 <= v <= 1}
+        evaluate(position)
+    if sets is not None:
+        return
     u = position[evaluations.best(objective, among=position)]
     if step <= u <= 1 - step:
         around = [alpha_at(v) for v in (u - step, u, u + step)]
@@ -157,7 +287,18 @@ def _search(evaluations: Evaluations, objective: str, grid: list[float] | None) 
             around, [evaluations.average(objective, evaluations.values[objective][alpha]) for alpha in around]
         )
         if abs(lowest - around[1]) > WORTH_A_PASS * (around[2] - around[0]):
-            evaluations.evaluate([float(f"{lowest:.6g}")])
+            evaluate([float(f"{lowest:.6g}")])
+
+
+def _check_temperature(evaluations: Evaluations, objective: str) -> None:
+    if objective != CALIBRATED:
+        return
+    values = evaluations.values[CALIBRATED][evaluations.baseline]
+    if is_at_the_end(best_inverse(values, evaluations.counts[CALIBRATED])):
+        raise ValueError(
+            "no temperature from 1/16 to 16 fits: the sharper the outputs, the lower the cross-entropy. Either nearly "
+            "all examples are classified right, or the outputs are no logits; objective='cross_entropy' needs none"
+        )
 
 
 def _vertex(x: Sequence[float], y: Sequence[float]) -> float:
@@ -180,30 +321,44 @@ def alpha_grid(grid: int | Sequence[float] | None) -> list[float] | None:
 
 
 def _judge(evaluations: Evaluations, split: Folds, objective: str, confidence: float, seed: int) -> AlphaSearch:
+    names = [name for name in evaluations.metrics if not shift_of(name)]
+
+    def gain(metric: str, before: torch.Tensor, after: torch.Tensor, chosen: bool) -> Gain:
+        return evaluations.gain(metric, before, after, confidence, seed, chosen)
+
     gains = {
-        metric: evaluations.gain(
-            metric, values[evaluations.baseline], split.single(objective, metric), confidence, seed
-        )
-        for metric, values in evaluations.values.items()
+        metric: gain(metric, split.as_trained(metric), split.single(objective, metric), metric == objective)
+        for metric in names
     }
     alphas = sorted(evaluations.tried())
     rows = [
-        {"alpha": alpha}
-        | {metric: evaluations.average(metric, evaluations.values[metric][alpha]) for metric in evaluations.metrics}
+        {"alpha": alpha} | {metric: evaluations.average(metric, evaluations.values[metric][alpha]) for metric in names}
         for alpha in alphas
     ]
+    against_temperature = None
+    if CALIBRATED in names:
+        plain = evaluations.values["cross_entropy"][evaluations.baseline]
+        against_temperature = {
+            "temperature alone": gain(CALIBRATED, plain, split.as_trained(CALIBRATED), False),
+            "alpha alone": gain("cross_entropy", plain, split.single("cross_entropy", "cross_entropy"), True),
+            "both": gain(CALIBRATED, plain, split.single(CALIBRATED, CALIBRATED), True),
+        }
+    judged_on = len(torch.unique(evaluations.units(objective)))
+    certain = gains[objective].is_certain(evaluations.metrics[objective])
     return AlphaSearch(
         alpha=evaluations.baseline,
         objective=objective,
         baseline=evaluations.baseline,
         table=rows,
-        best={metric: evaluations.best(metric) for metric in evaluations.metrics},
+        best={metric: evaluations.best(metric) for metric in names},
         gains=gains,
-        significant=gains[objective].is_certain(evaluations.metrics[objective]),
-        higher_is_better={name: metric.higher_is_better for name, metric in evaluations.metrics.items()},
+        significant=certain and judged_on >= ENOUGH_TO_JUDGE,
+        higher_is_better={name: evaluations.metrics[name].higher_is_better for name in names},
         examples=len(evaluations.keys),
         passes=evaluations.passes,
         evaluations=len(alphas),
         folds=split.count,
         confidence=confidence,
+        judged_on=judged_on,
+        against_temperature=against_temperature,
     )

@@ -1,0 +1,178 @@
+"""Alpha chosen on clean and on shifted data together: every alpha on every set, a rule, and the evidence held out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from betternorm.weighing.evaluation import Evaluations, under
+from betternorm.weighing.evidence import ENOUGH_TO_JUDGE, Gain, gain_between
+from betternorm.weighing.folds import Folds
+from betternorm.weighing.metrics import SHARES, Metric, weighted_mean
+from betternorm.weighing.result import AlphaSearch, ShiftEvidence
+from betternorm.weighing.shifts import Rule, Shift, corruptions
+
+# Names of corruptions; or by name a function of the images, or a loader of shifted data.
+Shifts = str | Iterable[str] | Mapping[str, Shift | Iterable[Any]]
+
+
+class ShiftedSets:
+    """The clean data and the shifted ones, each with its numbers and the folds it falls into."""
+
+    def __init__(self, shifts: Shifts, metric: Metric, max_clean_loss: float | None, per_layer: bool) -> None:
+        given = shifts if isinstance(shifts, Mapping) else corruptions(shifts)
+        if not given:
+            raise ValueError("shifts is empty; give names of corruptions, or a dict of functions or loaders")
+        if metric.average is not weighted_mean:
+            raise ValueError(f"objective {metric.name!r} is no mean over examples, which shifts need; take 'top1'")
+        if max_clean_loss is not None and not max_clean_loss >= 0:
+            raise ValueError(f"max_clean_loss={max_clean_loss} must be 0 or more")
+        self.functions = {name: shift for name, shift in given.items() if callable(shift)}
+        self._loaders: dict[str, Any] = {name: data for name, data in given.items() if name not in self.functions}
+        if self._loaders and per_layer:
+            raise ValueError(
+                f"per_layer=True fits alphas on shifts that are functions; {next(iter(self._loaders))!r} is a loader"
+            )
+        self.metric = metric
+        self.max_clean_loss = max_clean_loss
+        share = 100 if metric.name in SHARES else 1
+        self.rule = Rule(metric.higher_is_better, None if max_clean_loss is None else max_clean_loss / share)
+        self._own: dict[str, Evaluations] = {}
+
+    def metrics(self) -> dict[str, Metric]:
+        """The objective under every shift that is a function."""
+        return {name: replace(self.metric, name=name) for name in (under(self.metric.name, s) for s in self.functions)}
+
+    def attach(self, clean: Evaluations, resume: str | os.PathLike[str] | None) -> None:
+        """Sets of the user's own are evaluated beside the clean data."""
+        self._clean = clean
+        for name, loader in self._loaders.items():
+            beside = None if resume is None else Path(f"{os.fspath(resume)}-{len(self._own)}")
+            self._own[name] = Evaluations(
+                clean.model,
+                clean.layers,
+                loader,
+                {self.metric.name: self.metric},
+                clean.forward,
+                clean.limit,
+                beside,
+                clean.progress,
+                clean.baseline,
+            )
+
+    def evaluate(self, alphas: list[float]) -> None:
+        for own in self._own.values():
+            own.evaluate([self._clean.baseline, *alphas])
+
+    def sets(self) -> dict[str, tuple[Evaluations, str]]:
+        """By name, where the numbers are and under which metric."""
+        found = {"clean": (self._clean, self.metric.name)}
+        found |= {name: (self._clean, under(self.metric.name, name)) for name in self.functions}
+        return found | {name: (own, self.metric.name) for name, own in self._own.items()}
+
+    def choose(
+        self, where: Callable[[str], Tensor | None] = lambda name: None, among: Container[float] | None = None
+    ) -> float:
+        """The alpha that the rule takes, from the examples of each set that ``where`` leaves."""
+        alphas = [
+            alpha for alpha in self._clean.tried() if among is None or alpha in among or alpha == self._clean.baseline
+        ]
+        scores = {
+            name: {alpha: held.average(metric, held.values[metric][alpha], where(name)) for alpha in alphas}
+            for name, (held, metric) in self.sets().items()
+        }
+        clean = scores.pop("clean")
+        return self.rule.choose(clean, list(scores.values()), self._clean.baseline)
+
+    def judge(self, result: AlphaSearch, split: Folds, seed: int) -> None:
+        """What the rule's choice gains on every set, held out; written into the result."""
+        self.chosen = self.choose()
+        self._splits = {
+            name: split if held is self._clean else Folds(held, min(split.count, held.groups()), seed)
+            for name, (held, _) in self.sets().items()
+        }
+        sets = self.sets()
+
+        def alpha_without(fold: int) -> float:
+            def others(name: str) -> Tensor:
+                folds = self._splits[name].of(sets[name][1])
+                return folds != fold
+
+            return self.choose(others)
+
+        alphas = [alpha_without(fold) for fold in range(split.count)]
+        numbers = self._numbers = {
+            name: self._splits[name].held_out(metric, lambda fold: alphas[fold]) for name, (_, metric) in sets.items()
+        }
+        # A set of the user's own is in folds of its own; the clean data's gains are at the rule's alphas now.
+        for metric in result.gains:
+            held = split.held_out(metric, lambda fold: alphas[fold])
+            result.gains[metric] = self._clean.gain(metric, split.as_trained(metric), held, result.confidence, seed)
+        gains = {
+            name: held.gain(metric, self._splits[name].as_trained(metric), numbers[name], result.confidence, seed)
+            for name, (held, metric) in sets.items()
+        }
+        mean = self.mean_gain(numbers, result.confidence, seed)
+        result.shifts = ShiftEvidence(
+            max_clean_loss=self.max_clean_loss,
+            table=[
+                {"alpha": alpha} | {n: held.average(m, held.values[m][alpha]) for n, (held, m) in sets.items()}
+                for alpha in sorted(self._clean.tried())
+            ],
+            gains=gains,
+            mean=mean,
+        )
+        result.best[result.objective] = self._clean.best(result.objective)
+        result.significant = mean.is_certain(self.metric) and result.judged_on >= ENOUGH_TO_JUDGE
+
+    def against_single(self, single: AlphaSearch, held_out: Mapping[str, Tensor], seed: int) -> Gain:
+        """What numbers held out, by metric, gain over the rule's one alpha, or over the network as it was trained."""
+        numbers = {name: held_out[metric] for name, (_, metric) in self.sets().items()}
+        before = self._numbers
+        if not single.significant:
+            before = {name: self._splits[name].as_trained(metric) for name, (_, metric) in self.sets().items()}
+        return self.mean_gain(numbers, single.confidence, seed, before)
+
+    def allows(self, clean: Gain) -> bool:
+        """Whether a cost on the clean data is within the rule."""
+        loss = -clean.difference if self.metric.higher_is_better else clean.difference
+        return self.rule.max_clean_loss is None or loss <= self.rule.max_clean_loss
+
+    def mean_gain(
+        self, numbers: Mapping[str, Tensor], confidence: float, seed: int, before: Mapping[str, Tensor] | None = None
+    ) -> Gain:
+        """The gain in what the rule weighs: the mean over the shifts, with the clean data where they have no bound.
+
+        Every set counts the same, and an image counts once however many shifted copies of it there are.
+        """
+        names = [name for name in self.sets() if name != "clean" or self.max_clean_loss is None]
+        sets = {name: self.sets()[name] for name in names}
+        counts = torch.cat([held.counts[metric] / held.counts[metric].sum() for held, metric in sets.values()])
+        units = torch.cat([held.units(metric) for held, metric in sets.values()])
+
+        def joined(of: Callable[[str, Evaluations, str], Tensor]) -> Tensor:
+            return torch.cat([of(name, held, metric) for name, (held, metric) in sets.items()])
+
+        tried = [
+            joined(lambda name, held, metric, alpha=alpha: held.numbers(metric, alpha))  # type: ignore[misc]
+            for alpha in self._clean.tried()
+            if alpha != self._clean.baseline
+        ]
+        return gain_between(
+            self.metric,
+            joined(
+                lambda name, held, metric: self._splits[name].as_trained(metric) if before is None else before[name]
+            ),
+            joined(lambda name, held, metric: numbers[name]),
+            counts,
+            units,
+            tried if before is None else (),
+            confidence,
+            seed,
+        )

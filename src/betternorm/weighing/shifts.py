@@ -1,0 +1,233 @@
+"""Shifted data: standard corruptions of images, in pure torch, and the rule by which alpha is chosen under them.
+
+The kinds follow Hendrycks and Dietterich, Benchmarking Neural Network Robustness to Common Corruptions and
+Perturbations (arXiv:1903.12261); the strengths are our own, from 1 to 5.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from betternorm.weighing.batches import example_keys
+
+Shift = Callable[[Tensor], Tensor]
+
+STRENGTHS = (1, 3, 5)  # where none is named
+_ROUNDING = 0.01  # how far beyond 0 to 1 pixels may lie: resizing overshoots
+
+
+def corruptions(
+    names: str | Iterable[str] | None = None,
+    mean: float | Sequence[float] = 0.0,
+    std: float | Sequence[float] = 1.0,
+) -> dict[str, Shift]:
+    """Standard corruptions of images, by name, for ``tune_alpha(..., shifts=...)``.
+
+    An image is corrupted in the same way every time it comes, so that alphas are compared on the same images.
+
+    Args:
+        names: "noise", "blur", "contrast", "brightness", "fog", "compression", each at strengths 1, 3 and 5, or with
+            one strength from 1 to 5, as "blur:2"; None is all of them.
+        mean, std: by which the loader has normalised pixels that lay between 0 and 1.
+
+    Examples::
+
+        >>> list(corruptions("blur"))
+        ['blur:1', 'blur:3', 'blur:5']
+        >>> shift = corruptions(["fog:2"])["fog:2"]
+        >>> shift(torch.rand(4, 3, 32, 32)).shape
+        torch.Size([4, 3, 32, 32])
+    """
+    found: dict[str, Shift] = {}
+    for name in KINDS if names is None else [names] if isinstance(names, str) else names:
+        kind, given, strength = name.partition(":")
+        strengths = [str(number) for number in STRENGTHS] if not given else [strength]
+        if kind not in KINDS or any(part not in ("1", "2", "3", "4", "5") for part in strengths):
+            raise ValueError(
+                f"shift {name!r} is not known; known are {', '.join(KINDS)}, alone or with a strength from 1 to 5, "
+                "as in 'blur:2'"
+            )
+        found |= {f"{kind}:{part}": Corruption(kind, int(part), _numbers(mean), _numbers(std)) for part in strengths}
+    if not found:
+        raise ValueError(f"shifts names no corruption; known are {', '.join(KINDS)}")
+    return found
+
+
+@dataclass(frozen=True)
+class Corruption:
+    """A corruption of a batch of normalised images (N, C, H, W)."""
+
+    kind: str
+    strength: int
+    mean: tuple[float, ...] = (0.0,)
+    std: tuple[float, ...] = (1.0,)
+
+    def __call__(self, images: Tensor) -> Tensor:
+        if images.dim() != 4 or not images.is_floating_point():
+            raise ValueError(
+                f"corruptions take images (N, C, H, W) in floating point, got {images.dtype} {tuple(images.shape)}; "
+                "for other data give shifts={'name': function or loader}"
+            )
+        mean, std = (images.new_tensor(part).view(-1, 1, 1) for part in (self.mean, self.std))
+        pixels = images * std + mean
+        low, high = (float(bound) for bound in pixels.aminmax())
+        if low < -_ROUNDING or high > 1 + _ROUNDING:
+            raise ValueError(
+                f"pixels run from {low:.3g} to {high:.3g} where 0 to 1 is wanted: give the mean and std by which the "
+                "images were normalised, corruptions(names, mean=..., std=...)"
+            )
+        corrupted = KINDS[self.kind](pixels.clamp(0, 1), self.strength - 1, images)
+        return ((corrupted.clamp(0, 1) - mean) / std).contiguous(
+            memory_format=torch.channels_last
+            if images.is_contiguous(memory_format=torch.channels_last)
+            else torch.contiguous_format
+        )
+
+
+def _numbers(given: float | Sequence[float]) -> tuple[float, ...]:
+    return (float(given),) if isinstance(given, (int, float)) else tuple(float(number) for number in given)
+
+
+# ---- the corruptions: of pixels between 0 and 1, at strength 0 to 4 ----
+
+
+def _noise(pixels: Tensor, strength: int, images: Tensor) -> Tensor:
+    return pixels + (0.03, 0.05, 0.08, 0.12, 0.18)[strength] * _normal(images, pixels.shape[1:])
+
+
+def _blur(pixels: Tensor, strength: int, images: Tensor) -> Tensor:
+    # Wider on larger images, though less than in proportion: they hold finer things too.
+    sigma = (0.4, 0.6, 0.8, 1.0, 1.3)[strength] * math.sqrt(min(pixels.shape[-2:]) / 32)
+    return _smooth(pixels, sigma)
+
+
+def _contrast(pixels: Tensor, strength: int, images: Tensor) -> Tensor:
+    middle = pixels.mean((1, 2, 3), keepdim=True)
+    return middle + (0.75, 0.5, 0.4, 0.3, 0.15)[strength] * (pixels - middle)
+
+
+def _brightness(pixels: Tensor, strength: int, images: Tensor) -> Tensor:
+    return pixels + (0.05, 0.1, 0.15, 0.2, 0.3)[strength]
+
+
+def _fog(pixels: Tensor, strength: int, images: Tensor) -> Tensor:
+    """A white cloud: noise in octaves, each twice as fine and half as strong, laid over the image."""
+    height, width = pixels.shape[-2:]
+    cloud = pixels.new_zeros(len(pixels), 1, height, width)
+    side, weight = 2, 1.0
+    while side <= min(height, width):
+        rough = _normal(images, (1, side, side), salt=side)
+        cloud += weight * F.interpolate(rough, (height, width), mode="bicubic", align_corners=False)
+        side, weight = side * 2, weight / 2
+    cloud = (cloud - cloud.amin((2, 3), keepdim=True)) / (
+        cloud.amax((2, 3), keepdim=True) - cloud.amin((2, 3), keepdim=True)
+    )
+    share = (0.3, 0.45, 0.6, 0.7, 0.8)[strength]
+    return pixels * (1 - share) + share * (0.5 + 0.5 * cloud)
+
+
+def _compression(pixels: Tensor, strength: int, images: Tensor) -> Tensor:
+    """What JPEG loses: the cosine transform of 8 x 8 blocks, rounded to the steps of a quality."""
+    quality = (80, 50, 30, 20, 10)[strength]
+    scale = 50 / quality if quality < 50 else 2 - quality / 50
+    height, width = pixels.shape[-2:]
+    padded = F.pad(pixels, (0, -width % 8, 0, -height % 8), mode="replicate") * 255 - 128
+    colour = pixels.shape[1] == 3
+    if colour:
+        padded = torch.einsum("dc,nchw->ndhw", padded.new_tensor(_TO_YCBCR), padded)
+    rows, columns = padded.shape[-2] // 8, padded.shape[-1] // 8
+    blocks = padded.unflatten(3, (columns, 8)).unflatten(2, (rows, 8)).transpose(3, 4)
+    cosine = padded.new_tensor(_COSINES)
+    luma, chroma = (padded.new_tensor(steps).view(8, 8) for steps in (_LUMA_STEPS, _CHROMA_STEPS))
+    steps = torch.stack([luma, chroma, chroma] if colour else [luma] * pixels.shape[1])
+    steps = (steps * scale).round().clamp(1, 255)[None, :, None, None]
+    blocks = cosine.T @ ((cosine @ blocks @ cosine.T / steps).round() * steps) @ cosine
+    image = blocks.transpose(3, 4).flatten(4, 5).flatten(2, 3)
+    if colour:
+        image = torch.einsum("dc,nchw->ndhw", torch.linalg.inv(padded.new_tensor(_TO_YCBCR)), image)
+    restored: Tensor = (image + 128) / 255
+    return restored[..., :height, :width]
+
+
+KINDS: dict[str, Callable[[Tensor, int, Tensor], Tensor]] = {
+    "noise": _noise,
+    "blur": _blur,
+    "contrast": _contrast,
+    "brightness": _brightness,
+    "fog": _fog,
+    "compression": _compression,
+}
+
+
+def _normal(images: Tensor, shape: Sequence[int], salt: int = 0) -> Tensor:
+    """Normal noise for every image that follows from its content alone."""
+    generator = torch.Generator()
+    drawn = []
+    for key in example_keys(images).tolist():
+        generator.manual_seed((key + salt) % 2**63)
+        drawn.append(torch.randn(*shape, generator=generator))
+    return torch.stack(drawn).to(images)
+
+
+def _smooth(pixels: Tensor, sigma: float) -> Tensor:
+    radius = min(math.ceil(3 * sigma), min(pixels.shape[-2:]) - 1)
+    offsets = torch.arange(-radius, radius + 1, dtype=pixels.dtype, device=pixels.device)
+    bell = (-offsets.square() / (2 * sigma**2)).exp()
+    bell = (bell / bell.sum()).expand(pixels.shape[1], 1, -1)
+    padded = F.pad(pixels, (radius,) * 4, mode="reflect")
+    across = F.conv2d(padded, bell[:, :, None, :], groups=pixels.shape[1])
+    return F.conv2d(across, bell[:, :, :, None], groups=pixels.shape[1])
+
+
+_COSINES = [
+    [math.sqrt((1 if k == 0 else 2) / 8) * math.cos(math.pi * k * (2 * n + 1) / 16) for n in range(8)] for k in range(8)
+]
+_TO_YCBCR = [[0.299, 0.587, 0.114], [-0.168736, -0.331264, 0.5], [0.5, -0.418688, -0.081312]]  # JFIF
+# The steps of the JPEG standard's annex K.
+_LUMA_STEPS = [
+    16, 11, 10, 16, 24, 40, 51, 61, 12, 12, 14, 19, 26, 58, 60, 55, 14, 13, 16, 24, 40, 57, 69, 56, 14, 17, 22, 29, 51,
+    87, 80, 62, 18, 22, 37, 56, 68, 109, 103, 77, 24, 35, 55, 64, 81, 104, 113, 92, 49, 64, 78, 87, 103, 121, 120, 101,
+    72, 92, 95, 98, 112, 100, 103, 99,
+]  # fmt: skip
+_CHROMA_STEPS = [
+    17, 18, 24, 47, 99, 99, 99, 99, 18, 21, 26, 66, 99, 99, 99, 99, 24, 26, 56, 99, 99, 99, 99, 99, 47, 66, 99, 99, 99,
+    99, 99, 99, *([99] * 32),
+]  # fmt: skip
+
+
+# ---- the rule ----
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How alpha is chosen from its score on clean data and under every shift.
+
+    Attributes:
+        max_clean_loss: None: the best mean over the clean data and the shifts, each set counted once. A number: the
+            best mean over the shifts among the alphas that lose at most so much on clean data.
+    """
+
+    higher_is_better: bool
+    max_clean_loss: float | None = None
+
+    def choose(self, clean: Mapping[float, float], shifted: Sequence[Mapping[float, float]], baseline: float) -> float:
+        """The alpha to set, from the scores by alpha; of equals the one nearest to the network as it was trained."""
+        sign = 1 if self.higher_is_better else -1
+        allowed = [
+            alpha
+            for alpha in sorted(clean, key=lambda alpha: abs(alpha - baseline))
+            if self.max_clean_loss is None or sign * (clean[baseline] - clean[alpha]) <= self.max_clean_loss + 1e-12
+        ]
+        return max(allowed, key=lambda alpha: sign * self.score(alpha, clean, shifted))
+
+    def score(self, alpha: float, clean: Mapping[float, float], shifted: Sequence[Mapping[float, float]]) -> float:
+        scores = [part[alpha] for part in shifted]
+        if self.max_clean_loss is None:
+            scores.append(clean[alpha])
+        return sum(scores) / len(scores)
