@@ -146,8 +146,8 @@ def in_onnxruntime(model: nn.Module, size: int, folder: Path) -> Callable[[Tenso
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.log_severity_level = 3
-    # Several sessions take turns: threads that spin while they wait would slow down the session whose turn it is.
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    # Several sessions take turns: threads that go on spinning after a run would slow down the one whose turn it is.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     name = session.get_inputs()[0].name
     return lambda images: lambda: session.run(None, {name: images.numpy()})

@@ -66,12 +66,11 @@ def infer_lean(
     example whose mean lies many standard deviations from the moving one, is `infer` more exact.
     """
     narrow = x.dtype in (torch.float16, torch.bfloat16)
-    running_mean, running_var = _along_space(running_mean, x), _along_space(running_var, x)
+    running_mean, running_var = (_along_space(_at_least_float32(t), x) for t in (running_mean, running_var))
+    alpha = alpha.to(running_mean.dtype)
     # Added, not subtracted: runtimes fold an addition into the bias of the convolution before it.
     centred = (x.float() if narrow else x) + -running_mean
-    square = centred * centred
-    space = tuple(range(2, x.dim()))
-    own_mean, own_square = (t.mean(space, keepdim=True) if space else t for t in (centred, square))
+    own_mean, own_square = _mean_over_space(centred), _mean_over_space(centred * centred)
     mean = alpha * own_mean
     own_part = torch.relu(alpha * own_square - mean * mean)  # for alpha = 1, where rounding could make it negative
     var = (1 - alpha) * running_var + eps + own_part
@@ -82,6 +81,18 @@ def infer_lean(
     shift = -mean * scale if bias is None else _along_space(bias, x) - mean * scale
     y = centred * scale + shift
     return y.to(x.dtype) if narrow else y
+
+
+def _mean_over_space(x: Tensor) -> Tensor:
+    """(N, C, *) to (N, C, 1, ...); in ONNX by the operator that onnxruntime runs in the layout of its convolutions."""
+    if x.dim() == 2:
+        return x
+    in_onnx = torch.onnx.is_in_onnx_export() and torch.compiler.is_compiling() and hasattr(torch.onnx, "ops")
+    if in_onnx and x.dtype == torch.float32:
+        shape = (*x.shape[:2], *(1,) * (x.dim() - 2))
+        pooled: Tensor = torch.onnx.ops.symbolic("GlobalAveragePool", (x,), dtype=x.dtype, shape=shape)
+        return pooled
+    return x.mean(tuple(range(2, x.dim())), keepdim=True)
 
 
 def update_moving_averages(
