@@ -315,9 +315,9 @@ PAGE = """\
 # Alpha under shifted data
 
 Top-1 in per cent. Nothing is trained, and with alpha an image is answered by itself, whatever comes with it. Alpha is
-chosen on {choose} images and judged on {judge} others. For each corruption it is chosen on clean images and the *other*
-five corruptions, so the corruption it is judged on is new to it; on the clean row it is chosen on all six. All
-corruptions are at strength {strength} of 5.
+chosen on {choose} images and judged on {judge} others (fewer for the lab's). For each corruption it is chosen on clean
+images and the *other* five corruptions, so the corruption it is judged on is new to it; on the clean row it is chosen
+on all six. All corruptions are at strength {strength} of 5.
 
     python -m benchmarks.shift --data cifar100.npz --weights cifar100_resnets
 

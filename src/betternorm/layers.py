@@ -206,12 +206,14 @@ class GroupedBatchNorm(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
             "inputs that are not images": "freeze" in caller and self._ranks is not None and 4 not in self._ranks,
         }
         dropped = ", ".join(name for name, is_lost in lost.items() if is_lost)
-        advice = _REPLACERS_FOR_TRAINING.get(caller)
-        if advice is None and not dropped:
+        if not dropped and caller not in _REPLACERS_FOR_TRAINING:
             return
+        instead = "call betternorm.revert(model) first, or leave the layer as it is"
+        if caller.startswith("fuse"):
+            instead = "betternorm.fold(model) folds the layers for which that is exact"
         raise RuntimeError(
             f"{_REPLACERS[caller]} would replace {type(self).__name__} and drop {dropped or 'its groups and alpha'}; "
-            + (advice or "call betternorm.revert(model) first, or leave the layer as it is")
+            + _REPLACERS_FOR_TRAINING.get(caller, instead)
         )
 
     def _device(self) -> torch.device | None:

@@ -123,6 +123,7 @@ def test_layers_are_fitted_on_shifted_data_too() -> None:
     [
         ({"shifts": "teapot"}, "shift 'teapot' is not known"),
         ({"shifts": {}}, "shifts is empty"),
+        ({"shifts": {"clean": brighter}}, "one called 'clean'"),
         ({"max_clean_loss": 1.0}, "give shifts=... too"),
         ({"shifts": {"a": brighter}, "max_clean_loss": -1.0}, "max_clean_loss=-1.0 must be 0 or more"),
         ({"shifts": {"a": wanted(0.5)}, "per_layer": True}, "'a' is a loader"),

@@ -39,8 +39,7 @@ from betternorm.weighing.shifts import KINDS, corruptions
 EXAMPLES = """\
 examples:
   betternorm tune timm:resnet50 --checkpoint resnet50.safetensors --data imagenet/val --limit 5000
-  betternorm tune nets/mine.py:build --checkpoint best.pth --data val.npz --mean 0.5,0.5,0.5 --std 0.25,0.25,0.25
-  betternorm tune timm:resnet18 --checkpoint mine.pt --data val --shift noise,blur:3 --max-clean-loss 0.5
+  betternorm tune mine.py:build --checkpoint mine.pt --data val --mean 0,0,0 --std 1,1,1 --shift noise,blur:3
 
 Writes the checkpoint (--out), a table (.json) and curves (.png, .html). Exit codes: 0 better, 1 no gain to be told from
 chance, 3 better and another metric worse. To load it: model = betternorm.load(model, "tuned.pt")
@@ -52,27 +51,27 @@ WORSE = 3  # what the shell gets where the objective is better and another metri
 def add_arguments(parser: CommandParser) -> None:
     parser.epilog = EXAMPLES
     add = parser.add_argument
-    add("model", metavar="MODEL", help="timm:NAME, torchvision:NAME or path/to/file.py:function")
+    add("model", metavar="MODEL", help="timm:NAME, torchvision:NAME or file.py:function")
     add("--checkpoint", type=Path, required=True, metavar="FILE", help=".pt, .pth or .safetensors")
-    add("--data", required=True, help="one folder per class, an .npz with images and labels, or a dataset")
+    add("--data", required=True, help="one folder per class, an .npz, or a dataset by name")
     add("--output", "--out", dest="out", type=Path, metavar="FILE", help="(default: CHECKPOINT-tuned, beside it)")
     add = parser.add_argument_group("what is searched").add_argument
     add("--objective", choices=list(METRICS), metavar="NAME", help=f"{', '.join(METRICS)} (default: {CALIBRATED})")
-    add("--per-layer", action="store_true", help="also fit one alpha per layer, and keep it where it is better")
+    add("--per-layer", action="store_true", help="one alpha per layer, where that is better")
     add("--layers", type=int, metavar="K", help="alpha in K layers only, so that the others can be folded")
     add("--fold", action="store_true", help="with --layers: also write the folded network, a .pt2 of torch.export")
     add("--shift", metavar="NAMES", help=f"choose on corruptions too: all, or of {','.join(KINDS)}")
-    add("--shifted-data", metavar="DATA", help="choose on a shifted set of your own too, given like --data")
+    add("--shifted-data", metavar="DATA", help="and on a shifted set of your own, given like --data")
     add(
         "--max-clean-loss",
         type=float,
         metavar="X",
-        help="best under shift losing at most X points (default: best mean)",
+        help="in points, under shift (default: the best mean)",
     )
     add("--fold-temperature", rare=True, action="store_true", help="divide the last linear layer by the temperature")
     add("--grid", rare=True, type=int, metavar="N", help="try N alphas instead of searching")
     add("--folds", rare=True, type=int, default=5, metavar="K", help="for the evidence (default: 5)")
-    add("--insist", rare=True, action="store_true", help="set the best alpha even where the gain could be chance")
+    add("--insist", rare=True, action="store_true", help="set the best alpha even where it could be chance")
     add = parser.add_argument_group("model and images (default: what the model declares)").add_argument
     add("--num-classes", type=int, metavar="N", help="of the model")
     add("--ema", rare=True, action="store_true", help="take the averaged weights of the checkpoint")
@@ -92,7 +91,7 @@ def add_arguments(parser: CommandParser) -> None:
     add("--device", rare=True, help="(default: cuda where there is one)")
     add("--batch-size", type=int, default=64, metavar="N", help="(default: 64)")
     add("--workers", rare=True, type=int, default=0, metavar="N", help="processes that read images (default: 0)")
-    add("--dry-run", action="store_true", help="check everything on a batch, say what it would take, and write nothing")
+    add("--dry-run", action="store_true", help="check on a batch, say what it takes, write nothing")
     add("--force", action="store_true", help="write over an earlier result")
     add("--json", action="store_true", help="print JSON")
     add("--quiet", action="store_true", help="no progress bar")

@@ -31,7 +31,7 @@ from betternorm.weighing.shifts import Shift
 
 Setting = float | tuple[float, ...]  # one alpha for all layers, or one for each
 
-_UNDER = " under "
+_UNDER = " under shift "
 
 SAVE_EVERY = 20.0  # seconds between writes of what has been evaluated
 
@@ -172,7 +172,7 @@ class Evaluations:
             else:
                 raise ValueError(
                     f"metric {name!r} gave {len(counts)} numbers for {len(keys)} examples in {len(batch_keys)} "
-                    "batches; it must give one an example or one a batch"
+                    "batches; it must give one per example or one per batch"
                 )
             self.counts[name] = counts[order]
             for alpha, parts in current.values[name].items():

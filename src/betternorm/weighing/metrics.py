@@ -95,7 +95,7 @@ def rank_of_target(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    """In nats, one an example."""
+    """In nats, one per example."""
     logits, target = _classified(logits, target)
     loss = F.cross_entropy(logits.float(), target, reduction="none")
     return torch.where(loss.isnan(), torch.full_like(loss, torch.inf), loss)

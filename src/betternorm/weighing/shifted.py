@@ -29,6 +29,8 @@ class ShiftedSets:
         given = shifts if isinstance(shifts, Mapping) else corruptions(shifts)
         if not given:
             raise ValueError("shifts is empty; give names of corruptions, or a dict of functions or loaders")
+        if "clean" in given:
+            raise ValueError("shifts has one called 'clean', which is what the data without a shift are called")
         if metric.average is not weighted_mean:
             raise ValueError(f"objective {metric.name!r} is no mean over examples, which shifts need; take 'top1'")
         if max_clean_loss is not None and not max_clean_loss >= 0:
@@ -128,7 +130,6 @@ class ShiftedSets:
             gains=gains,
             mean=mean,
         )
-        result.best[result.objective] = self._clean.best(result.objective)
         result.significant = mean.is_certain(self.metric) and result.judged_on >= ENOUGH_TO_JUDGE
 
     def against_single(self, single: AlphaSearch, held_out: Mapping[str, Tensor], seed: int) -> Gain:

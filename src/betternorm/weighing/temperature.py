@@ -10,6 +10,8 @@ temperatures: it is a smooth, convex function of the inverse temperature, and si
 
 from __future__ import annotations
 
+import bisect
+import math
 from functools import cache
 
 import torch
@@ -17,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 # Inverse temperatures: 0, where all classes are equally likely, and 1/16 to 16. The one at NONE is 1: no temperature.
-INVERSES = torch.tensor([0.0, *(2 ** (k / 3) for k in range(-12, 13))], dtype=torch.float64)
+_NODES = [0.0, *(2 ** (k / 3) for k in range(-12, 13))]
+INVERSES = torch.tensor(_NODES, dtype=torch.float64)
 NONE = 13
 _NEIGHBOURS = 6
 _PARTS = 16  # of the way from one to the next, when the lowest point is looked for
@@ -83,14 +86,11 @@ def divide_last_linear(model: nn.Module, temperature: float) -> str:
 
 def _between(inverse: float) -> tuple[int, Tensor]:
     """The neighbours among `INVERSES`, and the weights of the polynomial through them."""
-    after = int(torch.searchsorted(INVERSES, inverse))
-    first = min(max(after - _NEIGHBOURS // 2, 0), len(INVERSES) - _NEIGHBOURS)
-    nodes = INVERSES[first : first + _NEIGHBOURS]
-    weights = [
-        torch.prod(torch.stack([(inverse - other) / (node - other) for other in nodes if other != node]))
-        for node in nodes
-    ]
-    return first, torch.stack(weights)
+    after = bisect.bisect_left(_NODES, inverse)
+    first = min(max(after - _NEIGHBOURS // 2, 0), len(_NODES) - _NEIGHBOURS)
+    nodes = _NODES[first : first + _NEIGHBOURS]
+    weights = [math.prod((inverse - other) / (node - other) for other in nodes if other != node) for node in nodes]
+    return first, torch.tensor(weights, dtype=torch.float64)
 
 
 @cache
