@@ -371,19 +371,3 @@ def test_export_for_any_batch_size(alpha) -> None:
     for examples in (2, 7):
         x = torch.randn(examples, 3, 5, 5)
         torch.testing.assert_close(program.module()(x), net(x), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
-@pytest.mark.parametrize("alpha", [0.0, 0.3])
-def test_onnx(alpha, tmp_path: Path) -> None:
-    pytest.importorskip("onnxscript")
-    runtime = pytest.importorskip("onnxruntime")
-    net = network(alpha=alpha).eval()
-    x = torch.randn(3, 3, 5, 5)
-    path = tmp_path / "net.onnx"
-    torch.onnx.export(net, (x,), path, dynamo=True, verbose=False, dynamic_shapes=({0: torch.export.Dim("batch")},))
-    session = runtime.InferenceSession(path)
-    for examples in (2, 7):
-        x = torch.randn(examples, 3, 5, 5)
-        (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
-        torch.testing.assert_close(torch.from_numpy(found), net(x).detach(), rtol=1e-4, atol=1e-4)

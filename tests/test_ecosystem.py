@@ -453,14 +453,17 @@ def test_timm_splits() -> None:
 @row(
     "`fuse_conv_bn_eval`, `fuse_linear_bn_eval`",
     "works, with a condition",
-    "at alpha = 0 with one channel per group. Otherwise refused, “… would replace … and drop …”",
+    "at alpha = 0 with one channel per group. Otherwise refused, “… would replace … and drop …”; `betternorm.fold` "
+    "folds what can be folded",
 )
 def test_fused_into_the_convolution() -> None:
     net = network(0.0)
     fused = nn.utils.fusion.fuse_conv_bn_eval(net[0], net[1])
     torch.testing.assert_close(fused(images()), net[1](net[0](images())), **CLOSE)
     for other, what in ((network(), "alpha=0.3"), (network(0.0, "group", num_groups=4), "channels_per_group=2")):
-        with pytest.raises(RuntimeError, match=f"fuse_conv_bn_eval would replace GroupedBatchNorm and drop {what}"):
+        with pytest.raises(
+            RuntimeError, match=rf"would replace GroupedBatchNorm and drop {what}; betternorm.fold\(model"
+        ):
             nn.utils.fusion.fuse_conv_bn_eval(other[0], other[1])
     layer = convert(nn.BatchNorm1d(4), "weighed").eval()
     layer.alpha = 0.1

@@ -35,6 +35,7 @@ SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "Decay on gamma and beta": {"decay/groups": ("param_groups",), "decay/toward_one": ("decay_toward_one",)},
     "What a network has": {"decay/report": ("norm_report", "NormReport*", "NormLayer")},
     "Swapping layers": {"surgery": ("convert", "revert", "changes")},
+    "Serving": {"folding": ("fold",), "integrations/checkpoints": ("load",)},
     "Layers": {"layers": ("GroupedBatchNorm", "GhostBatchNorm", "BatchGroupNorm", "BatchRenorm")},
     "On tensors": {
         "functional": ("grouped_batch_norm", "weighed_batch_norm"),

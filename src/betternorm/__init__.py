@@ -2,6 +2,8 @@
 
 from betternorm.advice import advise, tune_ghost_size, upgrade
 from betternorm.decay import decay_toward_one, norm_report, param_groups
+from betternorm.folding import fold
+from betternorm.integrations.checkpoints import load
 from betternorm.layers import BatchGroupNorm, BatchRenorm, GhostBatchNorm, GroupedBatchNorm
 from betternorm.surgery import changes, convert, revert
 from betternorm.weighing import AlphaSearch, Metric, calibrate, compare_alpha, get_alpha, set_alpha, tune_alpha
@@ -21,7 +23,9 @@ __all__ = [
     "compare_alpha",
     "convert",
     "decay_toward_one",
+    "fold",
     "get_alpha",
+    "load",
     "norm_report",
     "param_groups",
     "revert",

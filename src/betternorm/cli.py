@@ -64,20 +64,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     called = next((word for word in words if not word.startswith("-")), "")
     debug = "--debug" in words
+    signals: list[int] = []
     try:
         if called in COMMANDS and any(word.partition("=")[0] == "--config" for word in words):
             words = with_config(words, called)
         parsed = build_parser({called}).parse_args(words)
-        with _orderly_termination():
+        with _orderly_termination(signals):
             status: int = importlib.import_module(COMMANDS[called].module).run(parsed)
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except _TerminatedError:
-        print("terminated", file=sys.stderr)
-        return TERMINATED
+        print("terminated" if signals else "interrupted", file=sys.stderr)
+        return TERMINATED if signals else INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains on its way out
         return PIPE_CLOSED
@@ -88,19 +86,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return BAD_INPUT
 
 
-class _TerminatedError(BaseException):
-    """SIGTERM. No Exception, so that nothing on the way takes it for a failed trial."""
-
-
 @contextlib.contextmanager
-def _orderly_termination() -> Iterator[None]:
+def _orderly_termination(received: list[int]) -> Iterator[None]:
     """SIGTERM ends a command as Ctrl-C does: what it started is stopped, what it was writing is whole."""
     if threading.current_thread() is not threading.main_thread():  # where Python allows no handler
         yield
         return
 
-    def end(*_: object) -> None:
-        raise _TerminatedError
+    def end(number: int, _: object) -> None:
+        received.append(number)
+        raise KeyboardInterrupt  # which every library on the way lets through
 
     before = signal.signal(signal.SIGTERM, end)
     try:

@@ -206,12 +206,14 @@ class GroupedBatchNorm(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
             "inputs that are not images": "freeze" in caller and self._ranks is not None and 4 not in self._ranks,
         }
         dropped = ", ".join(name for name, is_lost in lost.items() if is_lost)
-        advice = _REPLACERS_FOR_TRAINING.get(caller)
-        if advice is None and not dropped:
+        if not dropped and caller not in _REPLACERS_FOR_TRAINING:
             return
+        instead = "call betternorm.revert(model) first, or leave the layer as it is"
+        if caller.startswith("fuse"):
+            instead = "betternorm.fold(model) folds the layers for which that is exact"
         raise RuntimeError(
             f"{_REPLACERS[caller]} would replace {type(self).__name__} and drop {dropped or 'its groups and alpha'}; "
-            + (advice or "call betternorm.revert(model) first, or leave the layer as it is")
+            + _REPLACERS_FOR_TRAINING.get(caller, instead)
         )
 
     def _device(self) -> torch.device | None:
@@ -225,13 +227,14 @@ class GroupedBatchNorm(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
         if input.dim() == self._unbatched_rank:
             return self.forward(input.unsqueeze(0)).squeeze(0)
         self._check_input(input)
-        running_mean, running_var = self.running_mean, self.running_var
+        buffers = self._buffers
+        running_mean, running_var = buffers.get("running_mean"), buffers.get("running_var")
         if self.training or running_mean is None or running_var is None:
             self._check_group_has_values(input)
             momentum = self._weight_of_batch()
             output = self._normalise_batch(input, momentum)
-            if momentum is not None and self.num_batches_tracked is not None:
-                self.num_batches_tracked.add_(1)
+            if momentum is not None and (batches := buffers.get("num_batches_tracked")) is not None:
+                batches.add_(1)
         else:
             output = functional.weighed_batch_norm(
                 input,
@@ -257,7 +260,7 @@ class GroupedBatchNorm(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
             self.examples_per_group,
             self.eps,
             self._processes(),
-            *(() if momentum is None else (self.running_mean, self.running_var, momentum)),
+            *(() if momentum is None else (self._buffers["running_mean"], self._buffers["running_var"], momentum)),
         )[0]
 
     def _track(self, mean: Tensor, var: Tensor, momentum: float | None) -> None:
@@ -267,7 +270,7 @@ class GroupedBatchNorm(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
 
     def _weight_of_batch(self) -> float | None:
         """The weight of this batch in the moving averages; None where they stay, or the batch was counted before."""
-        tracks = self.training and self.track_running_stats and self.running_mean is not None
+        tracks = self.training and self.track_running_stats and self._buffers.get("running_mean") is not None
         if not tracks or _runs_again_for_backward():
             return None
         if self.momentum is not None:

@@ -310,6 +310,8 @@ def _take_over(layer: GroupedBatchNorm, module: nn.Module) -> None:
     layer.__dict__.update(module.__dict__)
     layer.__dict__.update(settings)
     layer.__dict__["_origin"] = origin  # past nn.Module.__setattr__, which would make it a child
+    if isinstance(layer, FrozenBatchNorm):
+        layer.training = False
     layer._ranks, layer._unbatched_rank = _ranks_of_input(origin)
     of_timm = type(origin).__module__.startswith("timm.layers")
     layer._then = tuple(name for name in ("drop", "act") if of_timm and name in origin._modules)

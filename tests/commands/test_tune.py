@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import betternorm
 from betternorm.cli import BAD_INPUT, FINDING, INTERRUPTED, OK, main
 from betternorm.commands.tune import WORSE
 from betternorm.integrations.checkpoints import load_checkpoint
@@ -54,9 +55,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def built() -> nn.Sequential:
+def built(source: str = MODEL) -> nn.Sequential:
     scope: dict[str, Any] = {}
-    exec(MODEL, scope)
+    exec(source, scope)
     model: nn.Sequential = scope["build"]()
     return model
 
@@ -97,6 +98,57 @@ def test_a_better_checkpoint_and_the_evidence_come_out(folder: Path, capsys: pyt
     assert page.count("<circle") == 5 * len(found.table)
     assert "http-equiv" not in page
     assert f"set alpha = {found.alpha:.4g}" in capsys.readouterr().out
+
+
+TWO_LAYERS = MODEL.replace("nn.ReLU(),", "nn.ReLU(), nn.Conv2d(6, 6, 1), nn.BatchNorm2d(6),")
+
+
+def of_two_layers(*words: str) -> int:
+    Path("two.py").write_text(TWO_LAYERS)
+    torch.save(built(TWO_LAYERS).state_dict(), "two.pt")
+    given = ["--data", "val.npz", "--mean", "0,0,0", "--std", "1,1,1", "--objective", "cross_entropy"]
+    return main(["tune", "two.py:build", "--checkpoint", "two.pt", *given, *words])
+
+
+def test_alpha_in_a_few_layers_is_written_with_the_folded_network(folder: Path) -> None:
+    assert of_two_layers("--layers", "1", "--fold", "--insist") in (OK, WORSE)
+    written = {"two-tuned.pt", "two-tuned.json", "two-tuned.png", "two-tuned.html", "two-tuned.pt2"}
+    assert written < files(folder)
+    model = betternorm.load(built(TWO_LAYERS), "two-tuned.pt").eval()
+    alphas = get_alpha(model)
+    assert isinstance(alphas, dict)
+    assert sum(alpha > 0 for alpha in alphas.values()) == 1
+    images = torch.rand(3, 3, 8, 8)
+    program = torch.export.load("two-tuned.pt2").module()
+    torch.testing.assert_close(program(images), model(images), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--layers", "0"], "--layers is 0; it must be 1 or more"),
+        (["--layers", "99"], "layers=99 must lie between 1 and"),
+        (["--layers", "1", "--per-layer"], "does not go together with per_layer"),
+        (["--fold"], "--fold needs --layers"),
+    ],
+)
+def test_layers_that_cannot_be_are_told_in_a_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    before = files(folder)
+    assert tune(*words) == BAD_INPUT
+    error = capsys.readouterr().err.strip()
+    assert message in error
+    assert "\n" not in error
+    assert files(folder) == before
+
+
+def test_a_network_with_nothing_to_fold_is_told_before_it_is_tuned(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tune("--layers", "1", "--fold") == BAD_INPUT
+    assert "no more than 1 layers fold, and all may get an alpha" in capsys.readouterr().err
+    assert not Path("net-tuned.json").exists()
 
 
 def test_folders_of_images_give_what_arrays_give(folder: Path) -> None:

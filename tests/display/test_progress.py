@@ -15,7 +15,8 @@ def watch(monkeypatch):
 
 
 def last_line(capsys) -> str:
-    return capsys.readouterr().err.rpartition("\r\x1b[K")[2].strip()
+    """Standard error is no terminal here."""
+    return capsys.readouterr().err.strip().rpartition("\n")[2]
 
 
 def test_time_left_is_what_the_work_so_far_says(watch, capsys):
@@ -42,6 +43,24 @@ def test_without_a_total_it_counts(watch, capsys):
 def test_it_is_silent_where_nobody_watches(capsys):
     assert list(track(range(3), "reading")) == [0, 1, 2]
     assert capsys.readouterr().err == ""
+
+
+def test_on_a_terminal_the_bar_is_drawn_over_itself(watch, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    with Bar("reading", 2) as bar:
+        watch[0] += 0.2
+        bar.advance()
+        assert capsys.readouterr().err.startswith("\r\x1b[Kreading ")
+
+
+def test_elsewhere_it_is_a_line_every_five_seconds(watch, capsys):
+    with Bar("reading", 100, show=True) as bar:
+        for _ in range(100):
+            watch[0] += 0.2
+            bar.advance()
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 5  # at 5, 10, 15 and 20 seconds, and at the end
+    assert not any("\x1b" in line for line in lines)
 
 
 def test_track_takes_the_length_of_what_it_goes_through(capsys):

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import betternorm
 from betternorm.errors import UserError
-from betternorm.integrations.checkpoints import load_checkpoint
+from betternorm.integrations.checkpoints import load_checkpoint, save_checkpoint
 from betternorm.surgery import convert
 from betternorm.weighing.alpha import get_alpha, set_alpha
 
@@ -76,6 +77,62 @@ def test_a_tuned_network_keeps_its_alpha(tmp_path: Path) -> None:
     set_alpha(tuned, 0.07)
     torch.save(tuned.state_dict(), tmp_path / "tuned.pt")
     assert get_alpha(load_checkpoint(network(), tmp_path / "tuned.pt")) == 0.07
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".pth", ".safetensors"])
+def test_a_written_network_is_loaded_in_one_line(suffix: str, tmp_path: Path) -> None:
+    tuned = convert(network(), "weighed").eval()
+    set_alpha(tuned, 0.07)
+    save_checkpoint(tuned, tmp_path / f"tuned{suffix}")
+    again = betternorm.load(network(), tmp_path / f"tuned{suffix}").eval()
+    x = torch.randn(2, 3, 8, 8)
+    assert get_alpha(again) == 0.07
+    assert torch.equal(again(x), tuned(x))
+
+
+def test_the_file_says_how_it_is_to_be_loaded(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors")
+    tuned = convert(network(), "weighed")
+    set_alpha(tuned, 0.07)
+    save_checkpoint(tuned, tmp_path / "tuned.pt")
+    save_checkpoint(tuned, tmp_path / "tuned.safetensors")
+    assert "betternorm.load(model, path)" in torch.load(tmp_path / "tuned.pt")._metadata[""]["betternorm"]
+    with safetensors.safe_open(tmp_path / "tuned.safetensors", "pt") as file:
+        assert "betternorm.load(model, path)" in file.metadata()["betternorm"]
+
+
+def test_the_file_is_a_plain_state_dict_too(tmp_path: Path) -> None:
+    tuned = convert(network(), "weighed")
+    set_alpha(tuned, 0.07)
+    save_checkpoint(tuned, tmp_path / "tuned.pt")
+    weights = torch.load(tmp_path / "tuned.pt")
+    again = convert(network(), "weighed")
+    again.load_state_dict(weights)
+    assert get_alpha(again) == 0.07
+    with pytest.raises(RuntimeError, match=r"1\.alpha"):
+        network().load_state_dict(weights)
+
+
+def test_an_untuned_checkpoint_leaves_the_layers_as_they_are(weights: dict[str, Tensor], tmp_path: Path) -> None:
+    torch.save(weights, tmp_path / "model.pt")
+    model = betternorm.load(network(), tmp_path / "model.pt")
+    assert type(model[1]) is nn.BatchNorm2d
+
+
+def test_an_alpha_is_not_given_to_a_layer_with_other_groups(tmp_path: Path) -> None:
+    tuned = convert(network(), "batch_group", num_groups=2)
+    set_alpha(tuned, 0.07)
+    save_checkpoint(tuned, tmp_path / "tuned.pt")
+    with pytest.raises(UserError, match=r"layer '1' has groups of 2 channels, and here it has 1"):
+        betternorm.load(network(), tmp_path / "tuned.pt")
+    again = betternorm.load(convert(network(), "batch_group", num_groups=2), tmp_path / "tuned.pt")
+    assert get_alpha(again) == 0.07
+
+
+def test_an_alpha_for_a_layer_that_cannot_have_one_is_refused(weights: dict[str, Tensor], tmp_path: Path) -> None:
+    torch.save({**weights, "0.alpha": torch.tensor(0.1)}, tmp_path / "model.pt")
+    with pytest.raises(UserError, match="an alpha for layer '0'"):
+        betternorm.load(network(), tmp_path / "model.pt")
 
 
 class Anything:

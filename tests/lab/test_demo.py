@@ -22,6 +22,14 @@ MEASURED = {
 }
 
 
+# Of the three seeds, accuracy at alpha 0 and at the chosen one: digits as they are, pale, in fog, with noise.
+SHIFTED = [
+    [(0.93, 0.93), (0.20, 0.70), (0.50, 0.60), (0.80, 0.80)],
+    [(0.94, 0.93), (0.30, 0.75), (0.40, 0.60), (0.80, 0.79)],
+    [(0.95, 0.94), (0.25, 0.74), (0.45, 0.60), (0.80, 0.81)],
+]
+
+
 def fill(folder, measured=MEASURED) -> None:
     """A store in which every trial of the demo is done."""
     store = Store(folder)
@@ -41,6 +49,13 @@ def fill(folder, measured=MEASURED) -> None:
             }
             origin = provenance(trial, Runtime()) | {"duration": 3.0}
             store.finish(trial.key, trial.kind, trial.config, result=result, provenance=origin)
+    for seed, tops in enumerate(SHIFTED):
+        trial = replace(demo.SHIFTED, seed=seed)
+        result = {"alpha": 0.2}
+        for number, (before, after) in enumerate(tops):
+            result |= {f"test_top1_{number}": before, f"test_top1_{number}_tuned": after}
+        origin = provenance(trial, Runtime()) | {"duration": 1.0}
+        store.finish(trial.key, trial.kind, trial.config, result=result, provenance=origin)
 
 
 @pytest.fixture
@@ -90,6 +105,18 @@ def test_a_gain_that_is_not_there_is_not_told(tmp_path):
     assert result.verdicts[0].outcome is Outcome.CONTRADICTED
 
 
+def test_shifted_digits_are_told_with_their_cost_on_digits_as_they_are(finished):
+    result = demo.run_demo(finished, seeds=3)
+    table = result.tables[2]
+    assert table.headers == ["test digits", "alpha 0", "alpha 0.2", "gain"]
+    assert [row[0] for row in table.rows] == list(demo.SHIFTS)
+    assert [row[3].split(" ")[0] for row in table.rows] == ["-0.67", "+48.00", "+15.00", "+0.00"]
+    of_shift = {
+        v.claim.rpartition("digits ")[2]: v.outcome for v in result.verdicts if "one example at a time" in v.claim
+    }
+    assert of_shift == {"pale": Outcome.SEEN, "in fog": Outcome.SEEN, "with noise": Outcome.UNDERPOWERED}
+
+
 def test_figures_show_the_ladder_the_seeds_and_alpha_with_a_slider(finished):
     accuracy, loss, seeds, *alphas = demo.run_demo(finished, seeds=3).figures
     assert list(accuracy.series[0].x) == list(loss.series[0].x) == [step.name for step in demo.LADDER]
@@ -114,7 +141,7 @@ def test_a_trial_that_failed_is_named(finished, monkeypatch):
     monkeypatch.setattr(engines, "_processes", lambda *_: None)  # as if they failed again
     trial = replace(demo.PLAIN, seed=3)
     store = Store(finished)
-    for config in MEASURED:
+    for config in (*MEASURED, demo.SHIFTED):
         store.finish(replace(config, seed=3).key, trial.kind, trial.config, error="the loss is nan\nmore")
-    with pytest.raises(UserError, match=r"5 of 20 trials failed; the first: the loss is nan$"):
+    with pytest.raises(UserError, match=r"6 of 24 trials failed; the first: the loss is nan$"):
         demo.run_demo(finished, seeds=4)

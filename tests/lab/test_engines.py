@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+import torch
 
 from betternorm.errors import UserError
 from betternorm.lab import engines
@@ -189,6 +190,20 @@ def test_ctrl_c_stops_cleanly(tmp_path, engine):
         with pytest.raises(ProcessLookupError):
             os.kill(int(path.read_text()), 0)
     assert {row.status for row in Store(tmp_path / "out").rows(status=None)} == {"running"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reads(Trial):
+    kind: ClassVar[str] = "reads"
+
+    def run(self, folder, runtime, progress):
+        loader = torch.utils.data.DataLoader(list(range(8)), batch_size=4, num_workers=1)
+        return {"sum": sum(batch.sum().item() for batch in loader)}
+
+
+def test_a_trial_in_a_pool_may_have_processes_that_read(tmp_path):
+    (row,) = engines.run_trials([Reads()], tmp_path, engine="processes", runtime=QUIET)
+    assert row.result == {"sum": 28}, row.error
 
 
 def test_cores_are_divided_and_not_oversubscribed(tmp_path):

@@ -4,7 +4,9 @@ docs/promises.md lists what is promised; each line there names its test, here or
 """
 
 import contextlib
+import json
 import os
+import random
 import re
 import signal
 import socket
@@ -75,6 +77,10 @@ def checkpoints(folder):
     return list(Path(folder).glob("trials/*/checkpoint.pt"))
 
 
+def attempts(folder):
+    return sum(row.attempts for row in Store(folder).rows(status=None))
+
+
 def statuses(folder):
     return [row.status for row in Store(folder).rows(status=None)]
 
@@ -110,6 +116,33 @@ def test_a_run_that_is_ended_leaves_no_process_behind(tmp_path, engine, ending, 
     assert found == code, complaint
     assert "Traceback" not in complaint
     assert set(statuses(tmp_path)) == {"running"}
+
+
+@pytest.mark.slow
+def test_reproduce_killed_twenty_times_gives_the_same_tables(tmp_path):
+    words = [sys.executable, "-m", "betternorm.cli", "reproduce", "ghost-size", "--threads", "1", "--quiet", "--json"]
+
+    def whole(folder):
+        with Program([*words, "--output", str(folder)]) as program:
+            code, tables, complaint = program.ended()
+        assert code == 0, complaint
+        return json.loads(tables)
+
+    started = time.monotonic()
+    calm, wild = whole(tmp_path / "calm"), tmp_path / "wild"
+    seconds, moment, kills = time.monotonic() - started, random.Random(0), 0
+    while kills < 20:
+        before = attempts(wild)
+        with Program([*words, "--output", str(wild)]) as program:
+            eventually(lambda: attempts(wild) > before or program.process.poll() is not None)  # noqa: B023
+            time.sleep(moment.uniform(0, seconds / 10))
+            if program.process.poll() is None:
+                program.process.kill()
+                kills += 1
+                continue
+        assert whole(wild) == calm  # it was quicker: on with another
+        wild = tmp_path / f"wild after {kills}"
+    assert whole(wild) == calm
 
 
 def test_a_full_disk_ends_a_pool_in_one_line(tmp_path):

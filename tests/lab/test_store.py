@@ -8,8 +8,10 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from pathlib import Path
 
 import pandas
 import pytest
@@ -225,9 +227,12 @@ except UserError as problem:
 
 
 @pytest.mark.parametrize("log", [False, True])
-def test_a_folder_that_cannot_be_written_can_be_read(tmp_path, log):
+def test_a_folder_that_cannot_be_written_can_be_read(log, request):
     """By somebody else, and with the log that a killed writer left."""
-    folder = tmp_path / "out"
+    place = tempfile.TemporaryDirectory()  # pytest keeps tmp_path for itself
+    request.addfinalizer(place.cleanup)
+    os.chmod(place.name, 0o755)
+    folder = Path(place.name) / "out"
     Store(folder).finish("a", "training", CONFIG, result={"top1": 1.0})
     writer = sqlite3.connect(folder / "store.sqlite")
     if log:
@@ -241,8 +246,6 @@ def test_a_folder_that_cannot_be_written_can_be_read(tmp_path, log):
     assert ("store.sqlite-wal" in before) == log
     for path in (*folder.iterdir(), folder):
         path.chmod(0o555)
-    for path in (tmp_path, *tmp_path.parents[:2]):  # pytest keeps them for itself
-        path.chmod(0o755)
     ran = subprocess.run([sys.executable, "-c", READ, str(folder)], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     keys, problem = ran.stdout.splitlines()
@@ -250,6 +253,7 @@ def test_a_folder_that_cannot_be_written_can_be_read(tmp_path, log):
     assert "attempt to write a readonly database" in problem
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     folder.chmod(0o755)
+    writer.close()
 
 
 def test_a_file_that_is_no_store(tmp_path):

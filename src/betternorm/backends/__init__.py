@@ -33,8 +33,9 @@ def fused(x: Tensor, *others: Tensor | None) -> bool:
         return False
     if torch.compiler.is_compiling():
         return True
+    device = x.device
     for t in (x, *others):
-        if t is not None and (t.device != x.device or debug_unwrap(t) is not t or unpack_dual(t).tangent is not None):
+        if t is not None and (t.device != device or debug_unwrap(t) is not t or unpack_dual(t).tangent is not None):
             return False
     return True
 

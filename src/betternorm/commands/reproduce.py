@@ -43,8 +43,8 @@ def add_arguments(parser: CommandParser) -> None:
     parser.add_argument("names", nargs="+", metavar="NAME", help="experiments, or all")
     parser.add_argument("--scale", choices=SCALES, default="smoke", metavar="NAME", help=f"{', '.join(SCALES)} (smoke)")
     parser.add_argument("--seeds", type=int, metavar="N", help="runs of every arm (each experiment's own number)")
-    parser.add_argument("--only", nargs="+", default=(), metavar="WORD", help="the arms with this in their label: 8")
     parser.add_argument("--rows-only", action="store_true", help="run nothing: judge the rows that there are")
+    parser.add_argument("--only", nargs="+", default=(), metavar="WORD", rare=True, help="run arms labelled so: 8 128")
     parser.add_argument("--plan", action="store_true", help="say what it would take, and run nothing")
     parser.add_argument(
         "--output", "--folder", dest="folder", metavar="FOLDER", help="folder of the store (reproduction-SCALE)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import json
 import time
@@ -14,12 +15,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from betternorm.cli import FINDING, OK
+from betternorm.commands.parser import CommandParser
 from betternorm.display.progress import clock
 from betternorm.display.terminal import show
 from betternorm.errors import UncertainGainWarning, UserError
-from betternorm.integrations.checkpoints import load_checkpoint
+from betternorm.folding import fold
+from betternorm.integrations.checkpoints import load_checkpoint, save_checkpoint
 from betternorm.integrations.images import read_images
 from betternorm.integrations.loading import ImageLoader
 from betternorm.integrations.models import load_model
@@ -38,15 +42,14 @@ examples:
   betternorm tune mine.py:build --checkpoint mine.pt --data val --mean 0,0,0 --std 1,1,1 --shift noise,blur:3
 
 Writes the checkpoint (--out), a table (.json) and curves (.png, .html). Exit codes: 0 better, 1 no gain to be told from
-chance, 3 better and another metric worse. To load it: betternorm.convert(model, "weighed").load_state_dict(...)
+chance, 3 better and another metric worse. To load it: model = betternorm.load(model, "tuned.pt")
 """
 ENOUGH_FOR_TIMING = 2  # batches: the first also compiles and warms up
 WORSE = 3  # what the shell gets where the objective is better and another metric certainly worse
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: CommandParser) -> None:
     parser.epilog = EXAMPLES
-    parser.usage = "betternorm tune MODEL --checkpoint FILE --data DATA [options]"
     add = parser.add_argument
     add("model", metavar="MODEL", help="timm:NAME, torchvision:NAME or file.py:function")
     add("--checkpoint", type=Path, required=True, metavar="FILE", help=".pt, .pth or .safetensors")
@@ -55,6 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("what is searched").add_argument
     add("--objective", choices=list(METRICS), metavar="NAME", help=f"{', '.join(METRICS)} (default: {CALIBRATED})")
     add("--per-layer", action="store_true", help="one alpha per layer, where that is better")
+    add("--layers", type=int, metavar="K", help="alpha in K layers only, so that the others can be folded")
+    add("--fold", action="store_true", help="with --layers: also write the folded network, a .pt2 of torch.export")
     add("--shift", metavar="NAMES", help=f"choose on corruptions too: all, or of {','.join(KINDS)}")
     add("--shifted-data", metavar="DATA", help="and on a shifted set of your own, given like --data")
     add(
@@ -63,23 +68,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="in points, under shift (default: the best mean)",
     )
-    add("--fold-temperature", action="store_true", help="divide the last linear layer by the temperature")
-    add("--grid", type=int, metavar="N", help="try N alphas instead of searching")
-    add("--folds", type=int, default=5, metavar="K", help="for the evidence (default: 5)")
-    add("--insist", action="store_true", help="set the best alpha even where it could be chance")
+    add("--fold-temperature", rare=True, action="store_true", help="divide the last linear layer by the temperature")
+    add("--grid", rare=True, type=int, metavar="N", help="try N alphas instead of searching")
+    add("--folds", rare=True, type=int, default=5, metavar="K", help="for the evidence (default: 5)")
+    add("--insist", rare=True, action="store_true", help="set the best alpha even where it could be chance")
     add = parser.add_argument_group("model and images (default: what the model declares)").add_argument
     add("--num-classes", type=int, metavar="N", help="of the model")
-    add("--ema", action="store_true", help="take the averaged weights of the checkpoint")
+    add("--ema", rare=True, action="store_true", help="take the averaged weights of the checkpoint")
     add("--mean", metavar="R,G,B", help="of the pixels, between 0 and 1")
-    add("--std", metavar="R,G,B")
+    add("--std", metavar="R,G,B", help="of the pixels")
     add("--size", type=int, metavar="SIDE", help="of the images")
     add("--limit", type=int, metavar="N", help="use N images, evenly spread")
-    add("--data-root", type=Path, metavar="FOLDER", help="where a dataset known by its name lies (default: data)")
-    add("--split", choices=["val", "test"], default="val", help="of such a dataset (default: val)")
+    add(
+        "--data-root",
+        rare=True,
+        type=Path,
+        metavar="FOLDER",
+        help="where a dataset known by its name lies (default: data)",
+    )
+    add("--split", rare=True, choices=["val", "test"], default="val", help="of such a dataset (default: val)")
     add = parser.add_argument_group("running").add_argument
-    add("--device", help="(default: cuda where there is one)")
+    add("--device", rare=True, help="(default: cuda where there is one)")
     add("--batch-size", type=int, default=64, metavar="N", help="(default: 64)")
-    add("--workers", type=int, default=0, metavar="N", help="processes that read images (default: 0)")
+    add("--workers", rare=True, type=int, default=0, metavar="N", help="processes that read images (default: 0)")
     add("--dry-run", action="store_true", help="check on a batch, say what it takes, write nothing")
     add("--force", action="store_true", help="write over an earlier result")
     add("--json", action="store_true", help="print JSON")
@@ -87,12 +98,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    for name in ("batch_size", "limit", "num_classes"):
+    for name in ("batch_size", "limit", "num_classes", "layers"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} is {value}; it must be 1 or more")
     if arguments.workers < 0:
         raise UserError(f"--workers is {arguments.workers}; it must be 0 or more")
+    if arguments.fold and arguments.layers is None:
+        raise UserError("--fold needs --layers K: with an alpha in every layer there is nothing to fold")
     out = _out(arguments)
     device = _device(arguments.device)
     keywords = {} if arguments.num_classes is None else {"num_classes": arguments.num_classes}
@@ -100,13 +113,15 @@ def run(arguments: argparse.Namespace) -> int:
     model = model.to(device).eval()
     loader, examples, described, pixels = _data(arguments, arguments.data, model, device)
     per_batch = _checked_on_a_batch(model, loader, device)
+    if arguments.fold:
+        _check_fold(model, arguments.layers)
     shifts = _shifts(arguments, model, device, pixels)
     if arguments.dry_run:
         seconds = per_batch * -(-examples // arguments.batch_size) * (1 + len(shifts or ()))
         _plan(arguments, out, examples, described, seconds)
         return OK
     found = _tuned(arguments, model, loader, shifts, out.with_suffix(".unfinished"))
-    written = _write(found, model, arguments.model, out)
+    written = _write(found, model, arguments.model, out, next(iter(loader))[0][:2] if arguments.fold else None)
     if arguments.json:
         print(json.dumps(found.to_dict(), indent=2))
     else:
@@ -127,14 +142,14 @@ def _out(arguments: argparse.Namespace) -> Path:
         raise UserError(f"--out is {out}; its name has to end in .pt, .pth or .safetensors")
     if not out.parent.is_dir():
         raise UserError(f"--out is {out}, and there is no folder {out.parent}")
-    there = [str(path) for path in (out, *_beside(out)) if path.exists()]
+    there = [str(path) for path in (out, *_beside(out, arguments.fold)) if path.exists()]
     if there and not (arguments.force or arguments.dry_run):
         raise UserError(f"{there[0]} exists; give --force to write over it, or another --out")
     return out
 
 
-def _beside(out: Path) -> list[Path]:
-    return [out.with_suffix(suffix) for suffix in (".json", ".png", ".html")]
+def _beside(out: Path, fold: bool) -> list[Path]:
+    return [out.with_suffix(suffix) for suffix in (".json", ".png", ".html", *([".pt2"] if fold else []))]
 
 
 def _device(name: str | None) -> torch.device:
@@ -261,13 +276,13 @@ def _checked_on_a_batch(model: nn.Module, loader: Iterable[tuple[Tensor, Tensor]
 
 
 def _plan(arguments: argparse.Namespace, out: Path, examples: int, described: str, seconds_a_pass: float) -> None:
-    alphas = arguments.grid or 13
+    alphas = (arguments.grid or 13) + (17 if arguments.layers else 0)
     lines = [
         f"model:       {arguments.model}, {arguments.checkpoint}",
         f"data:        {examples} images from {arguments.data}: {described}",
         f"objective:   {arguments.objective or ('top1' if arguments.shift else CALIBRATED)}",
         f"would take:  about {clock(alphas * seconds_a_pass)} for {alphas} alphas on {_device(arguments.device)}",
-        f"would write: {', '.join(map(str, (out, *_beside(out))))}",
+        f"would write: {', '.join(map(str, (out, *_beside(out, arguments.fold))))}",
     ]
     print("\n".join(lines))
 
@@ -294,6 +309,7 @@ def _tuned(
                 fold_temperature=arguments.fold_temperature,
                 grid=arguments.grid,
                 per_layer=arguments.per_layer,
+                layers=arguments.layers,
                 folds=arguments.folds,
                 insist=arguments.insist,
                 resume=unfinished,
@@ -312,16 +328,18 @@ def _remove(unfinished: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _write(found: AlphaSearch, model: nn.Module, spec: str, out: Path) -> list[Path]:
+def _write(found: AlphaSearch, model: nn.Module, spec: str, out: Path, to_fold_with: Tensor | None) -> list[Path]:
     """Everything or nothing: all is made under other names first. Without a gain there is no checkpoint."""
-    table, picture, page = _beside(out)
+    table, picture, page, *folded = _beside(out, to_fold_with is not None)
     makers: dict[Path, Callable[[Path], object]] = {
         table: found.save,
         picture: lambda path: found.plot(path),
         page: lambda path: path.write_text(_page(spec, found), encoding="utf-8"),
     }
     if _is_changed(found):
-        makers = {out: lambda path: _save(model, path), **makers}
+        makers = {out: lambda path: save_checkpoint(model, path), **makers}
+        for program in folded:
+            makers[program] = lambda path: _export(_folded(model), to_fold_with, path)
     made: list[tuple[Path, Path]] = []
     try:
         for target, make in makers.items():
@@ -338,14 +356,29 @@ def _write(found: AlphaSearch, model: nn.Module, spec: str, out: Path) -> list[P
     return list(makers)
 
 
-def _save(model: nn.Module, path: Path) -> None:
-    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    if path.suffix == ".safetensors":
-        from safetensors.torch import save_file
+def _check_fold(model: nn.Module, layers: int) -> None:
+    """Whether there will be something to fold, before hours of work."""
+    before, after = (sum(isinstance(m, _BatchNorm) for m in net.modules()) for net in (model, _folded(model)))
+    if before - after <= layers:
+        raise UserError(
+            f"--fold with --layers {layers}: no more than {before - after} layers fold, and all may get an alpha"
+        )
 
-        save_file({name: tensor.clone() for name, tensor in weights.items()}, path)  # it refuses shared memory
-    else:
-        torch.save(weights, path)
+
+def _folded(model: nn.Module) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of layers that stay
+        try:
+            return fold(copy.deepcopy(model).cpu())
+        except ValueError as error:
+            raise UserError(f"--fold: {_first_line(error)}") from error
+
+
+def _export(model: nn.Module, images: Tensor | None, path: Path) -> None:
+    """A program for any batch size, which needs torch and not this package."""
+    assert images is not None
+    any_batch = ({0: torch.export.Dim("batch", min=1)},)
+    torch.export.save(torch.export.export(model, (images.cpu(),), dynamic_shapes=any_batch), path)
 
 
 def _first_line(error: Exception) -> str:

@@ -1,4 +1,7 @@
-"""A progress bar for long work, on standard error, silent where nobody is watching."""
+"""A progress bar for long work, on standard error; a line now and then where that is not a terminal.
+
+Without being asked it is silent where nobody is watching.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sized
 from typing import TypeVar
 
 T = TypeVar("T")
+EVERY = {True: 0.1, False: 5.0}  # seconds between two drawings, by whether it is a terminal
 
 
 def track(iterable: Iterable[T], label: str, total: int | None = None, show: bool | None = None) -> Iterator[T]:
@@ -33,7 +37,8 @@ class Bar:
     def __init__(self, label: str, total: int | None = None, show: bool | None = None, done: int = 0) -> None:
         self.label, self.total, self.done, self.note = label, total, done, ""
         self._before = done
-        self.show = sys.stderr.isatty() if show is None else show
+        self._terminal = sys.stderr.isatty()
+        self.show = self._terminal if show is None else show
         self._started = self._drawn = time.monotonic()
 
     def __enter__(self) -> Bar:
@@ -43,14 +48,15 @@ class Bar:
     def __exit__(self, *_: object) -> None:
         if self.show:
             self._draw()
-            sys.stderr.write("\n")
-            sys.stderr.flush()
+            if self._terminal:
+                sys.stderr.write("\n")
+                sys.stderr.flush()
 
     def advance(self, steps: int = 1, note: str = "") -> None:
         self.done += steps
         self.note = note or self.note
         now = time.monotonic()
-        if self.show and now - self._drawn >= 0.1:
+        if self.show and now - self._drawn >= EVERY[self._terminal]:
             self._drawn = now
             self._draw()
 
@@ -64,7 +70,8 @@ class Bar:
             text = f"{'█' * filled}{'░' * (24 - filled)} {part:4.0%}  {self.done}/{self.total}  {left} left"
         else:
             text = f"{self.done}  {clock(elapsed)}"
-        sys.stderr.write(f"\r\x1b[K{self.label} {text}{'  ' + self.note if self.note else ''}")
+        line = f"{self.label} {text}{'  ' + self.note if self.note else ''}"
+        sys.stderr.write(f"\r\x1b[K{line}" if self._terminal else f"{line}\n")
         sys.stderr.flush()
 
 

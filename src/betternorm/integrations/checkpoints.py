@@ -1,19 +1,27 @@
-"""State dicts out of checkpoints as people write them: .pt, .pth and .safetensors, wrapped and prefixed."""
+"""Checkpoints: read as people write them (.pt, .pth and .safetensors, wrapped and prefixed), and written with alpha.
+
+A file that this package writes is a plain state dict with a note in its metadata: how it is to be loaded, and what the
+tensors do not say about the layers.
+"""
 
 from __future__ import annotations
 
 import difflib
+import json
 import pickle
 import warnings
 import zipfile
+from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from betternorm.errors import UserError
+
+M = TypeVar("M", bound=nn.Module)
 
 # Where trainers put the weights within a checkpoint, and what wrappers put before the names.
 WRAPPERS = ("state_dict", "model_state_dict", "model_state", "model", "net", "network", "module", "weights", "params")
@@ -21,18 +29,62 @@ AVERAGED = ("state_dict_ema", "model_ema", "ema_state_dict", "ema")
 PREFIXES = ("module.", "_orig_mod.", "model.", "net.", "network.", "backbone.", "encoder.")
 
 
+NOTE = "betternorm"  # the key of the note in a file's metadata
+
+
+def load(model: M, path: str | Path, *, ema: bool = False) -> M:
+    """Load a checkpoint, tuned or not, into ``model``, in place, and return it.
+
+    Where the file has alphas the model is converted (``convert(model, "weighed")``) and gets them. Wrappers around the
+    weights and prefixes of their names are understood. Everything that the model has must be in the file, in the right
+    shape, and the other way round.
+
+    Plain ``model.load_state_dict(weights, strict=False)`` drops the alphas of a tuned file without a word.
+
+    Args:
+        path: .pt, .pth or .safetensors.
+        ema: take the averaged weights of the checkpoint.
+
+    Examples::
+
+        model = betternorm.load(torchvision.models.resnet50(), "resnet50-tuned.pt").eval()
+    """
+    return load_checkpoint(model, path, ema)
+
+
+def save_checkpoint(model: nn.Module, path: str | Path) -> None:
+    """Write the weights of ``model``, with its alphas and a note on how to load them, for :func:`load`."""
+    path = Path(path)
+    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    note = json.dumps({"load": "betternorm.load(model, path)", "channels_per_group": _channel_groups(model)})
+    if path.suffix == ".safetensors":
+        from safetensors.torch import save_file
+
+        tensors = {name: tensor.clone() for name, tensor in weights.items()}  # it refuses shared memory
+        save_file(tensors, path, {"format": "pt", NOTE: note})
+    else:
+        noted = OrderedDict(weights)
+        noted._metadata = {"": {NOTE: note}}  # type: ignore[attr-defined]  # where torch keeps the versions of layers
+        torch.save(noted, path)
+
+
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
     """What a file holds. Pickles that would run code are refused: only tensors and plain containers are read."""
-    path = Path(path)
+    return _read(Path(path))[0]
+
+
+def _read(path: Path) -> tuple[dict[str, Any], str | None]:
+    """What a file holds, and the note in it."""
     if not path.is_file():
         raise UserError(f"checkpoint {path}: there is no such file")
     if path.suffix == ".safetensors":
         try:
-            from safetensors.torch import load_file
+            from safetensors import safe_open
         except ImportError as error:
             raise UserError(f"checkpoint {path} needs safetensors: pip install safetensors") from error
         try:
-            return dict(load_file(path))
+            with safe_open(path, "pt") as file:
+                return {name: file.get_tensor(name) for name in file.keys()}, (file.metadata() or {}).get(NOTE)  # noqa: SIM118
         except Exception as error:
             raise UserError(f"checkpoint {path} is damaged: {_first_line(error)}") from error
     try:
@@ -52,7 +104,8 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         raise UserError(f"checkpoint {path} is damaged or not a checkpoint: {_first_line(error)}") from error
     if not isinstance(found, Mapping):
         raise UserError(f"checkpoint {path} holds a {type(found).__name__}; a dict of tensors is wanted")
-    return dict(found)
+    metadata = getattr(found, "_metadata", {})
+    return dict(found), metadata.get("", {}).get(NOTE) if isinstance(metadata, Mapping) else None
 
 
 def state_dict_of(checkpoint: Mapping[str, Any], ema: bool = False) -> dict[str, Tensor]:
@@ -78,19 +131,40 @@ def state_dict_of(checkpoint: Mapping[str, Any], ema: bool = False) -> dict[str,
     )
 
 
-def load_checkpoint(model: nn.Module, path: str | Path, ema: bool = False) -> nn.Module:
-    """Load weights into ``model``, in place, whatever prefix their names have; alphas of a tuned network too.
-
-    Everything the model has must be in the file, in the right shape. Names that the model does not have are an error
-    too, except those of layers' alphas, for which it is converted.
-    """
-    weights = _weights_for(model, Path(path), ema)
-    if any(name.endswith(".alpha") for name in weights):
+def load_checkpoint(model: M, path: str | Path, ema: bool = False) -> M:
+    """:func:`load`, for a caller that passes ``ema`` on."""
+    weights, note = _weights_for(model, Path(path), ema)
+    alphas = [name.removesuffix(".alpha") for name in weights if name.endswith(".alpha")]
+    if alphas:
         from betternorm.surgery import convert
 
         model = convert(model, "weighed")
+        _check_alphas(model, alphas, note, Path(path))
     _load(model, weights, Path(path))
     return model
+
+
+def _check_alphas(model: nn.Module, alphas: list[str], note: str | None, path: Path) -> None:
+    """Refuse layers that cannot take an alpha, or that would do something else with it."""
+    groups = _channel_groups(model)
+    unknown = [name for name in alphas if name not in groups]
+    if unknown:
+        raise UserError(
+            f"checkpoint {path} has an alpha for layer {unknown[0]!r}, and the model's layer of that name takes none"
+        )
+    written = json.loads(note)["channels_per_group"] if note else {}
+    for name, size in written.items():
+        if groups.get(name, size) != size:
+            raise UserError(
+                f"checkpoint {path} is of a network whose layer {name!r} has groups of {size} channels, and here it "
+                f"has {groups[name]}; convert the model as that one was, and load then"
+            )
+
+
+def _channel_groups(model: nn.Module) -> dict[str, int]:
+    from betternorm.weighing.alpha import weighed_layers
+
+    return {name: layer.channels_per_group for name, layer in weighed_layers(model).items()}
 
 
 def load_for_other_classes(model: nn.Module, path: str | Path) -> None:
@@ -98,7 +172,7 @@ def load_for_other_classes(model: nn.Module, path: str | Path) -> None:
 
     The last linear layer may be missing, or have other shapes; it is then left as it was initialised.
     """
-    weights = _weights_for(model, Path(path))
+    weights, _ = _weights_for(model, Path(path))
     weights = {name: value for name, value in weights.items() if not name.endswith(".alpha")}
     own = model.state_dict()
     heads = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)][-1:]
@@ -108,14 +182,15 @@ def load_for_other_classes(model: nn.Module, path: str | Path) -> None:
     _load(model, weights, Path(path), may_lack=head)
 
 
-def _weights_for(model: nn.Module, path: Path, ema: bool = False) -> dict[str, Tensor]:
-    """The tensors of a file under the names that the model has for them."""
+def _weights_for(model: nn.Module, path: Path, ema: bool = False) -> tuple[dict[str, Tensor], str | None]:
+    """The tensors of a file under the names that the model has for them, and the note in the file."""
     try:
-        weights = state_dict_of(read_checkpoint(path), ema)
+        checkpoint, note = _read(path)
+        weights = state_dict_of(checkpoint, ema)
     except UserError as error:
         message = str(error)
         raise UserError(message if str(path) in message else f"checkpoint {path}: {message}") from error
-    return _without_prefix(weights, set(model.state_dict()))
+    return _without_prefix(weights, set(model.state_dict())), note
 
 
 def _load(model: nn.Module, weights: dict[str, Tensor], path: Path, may_lack: Collection[str] = ()) -> None:

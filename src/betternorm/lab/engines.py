@@ -202,7 +202,8 @@ class _Worker:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, store.folder, runtime, retry), daemon=True)
+        # No daemon: those may not have children, and a worker may need processes that read images.
+        self.process = context.Process(target=_serve, args=(theirs, store.folder, runtime, retry), daemon=False)
         self.process.start()
         theirs.close()
         self.trial: Trial | None = None

@@ -36,6 +36,7 @@ class AlphaSearch:
             alone", "alpha alone" and "both".
         shifts: the scores on shifted data, where those were asked for.
         per_layer: the result with one alpha per layer, where that was asked for.
+        few_layers: the result with alpha in a few layers, where that was asked for.
         examples, passes, evaluations: the cost: examples, iterations of the loader, and alphas tried (an evaluation
             is a forward pass of all examples; a step of the search evaluates several alphas in one iteration).
     """
@@ -60,6 +61,7 @@ class AlphaSearch:
     against_temperature: dict[str, Gain] | None = None
     shifts: ShiftEvidence | None = None
     per_layer: PerLayer | None = None
+    few_layers: FewLayers | None = None
 
     def __str__(self) -> str:
         metrics = list(self.gains)
@@ -77,6 +79,8 @@ class AlphaSearch:
             parts.append(self._four_rows(self.against_temperature))
         if self.shifts is not None:
             parts += self._shifted(self.shifts)
+        if self.few_layers is not None:
+            parts.append(self._gain_against_cost(self.few_layers))
         return "\n\n".join([*parts, self.verdict()])
 
     def _mark(self, alpha: float) -> str:
@@ -111,6 +115,23 @@ class AlphaSearch:
         rows.append([f"mean {shifts.over}", *_gain_cells(metric, shifts.mean)])
         return [trade, table([f"{metric}, held out", "as trained", "tuned", "change", self._interval()], rows)]
 
+    def _gain_against_cost(self, few: FewLayers) -> str:
+        """What is kept of the gain, and how much of the network cannot be folded for it."""
+        rows = [
+            [
+                "all" if row is few.rows[-1] else str(row.layers),
+                *_gain_cells(self.objective, row.gain)[1:],
+                f"{row.share:.0%}",
+                f"{row.work:.1%}",
+                ", ".join(f"{name} {alpha:.3g}" for name, alpha in list(row.alphas.items())[:5])
+                if row is not few.rows[-1]
+                else f"{self.best[self.objective]:.3g} in each",
+            ]
+            for row in few.rows
+        ]
+        headers = ["layers", self.objective, "change", self._interval(), "of the gain", "not folded", "alpha"]
+        return table(headers, rows)
+
     def _interval(self) -> str:
         return f"{self.confidence:.0%} interval"
 
@@ -118,7 +139,15 @@ class AlphaSearch:
         """What was set and why, what gets worse by it, and how it compares with a temperature."""
         cost = f"{self.examples} examples, {self.evaluations} alphas, {self.passes} passes"
         aim = self.objective if self.shifts is None else f"{self.objective}, mean {self.shifts.over}"
-        if isinstance(self.alpha, dict):
+        if self.few_layers is not None:
+            few = self.few_layers
+            where = f"in {few.layers} of {len(few.rows[-1].alphas)} layers"
+            if isinstance(self.alpha, dict):
+                doubt = "" if few.certain else ", as asked, though the gain is not distinguishable from zero"
+                said = f"set alpha {where}: {', '.join(few.alphas) or 'none'}{doubt} ({cost})"
+            else:
+                said = f"the gain in {aim} of alpha {where} is not distinguishable from zero: alpha stays 0 ({cost})"
+        elif isinstance(self.alpha, dict):
             low, high = min(self.alpha.values()), max(self.alpha.values())
             said = f"set one alpha per layer, from {low:.4g} to {high:.4g}: better held out than one for all ({cost})"
         elif not self.significant:
@@ -129,7 +158,7 @@ class AlphaSearch:
             said = f"{why}: {kept} {self.alpha:.4g} ({cost})"
         else:
             said = f"set alpha = {self.alpha:.4g}, the best for {aim} ({cost})"
-        gains = self.per_layer.gains if isinstance(self.alpha, dict) and self.per_layer else self.gains
+        gains = self.gains_as_set()
         lines = [said]
         for metric in self.worse:
             _, _, change, interval = _gain_cells(metric, gains[metric])
@@ -137,6 +166,12 @@ class AlphaSearch:
         if self.temperature_folded_into is not None:
             lines.append(f"{self.temperature_folded_into} was divided by the temperature, {self.temperature:.4g}")
         return "\n".join(lines)
+
+    def gains_as_set(self) -> dict[str, Gain]:
+        """The gains of what was set: one alpha, one per layer, or a few layers."""
+        if self.few_layers is not None:
+            return self.few_layers.gains
+        return self.per_layer.gains if isinstance(self.alpha, dict) and self.per_layer else self.gains
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
         """Draw every metric against alpha; returns the matplotlib figure, and writes it where ``path`` is given."""
@@ -182,6 +217,11 @@ class AlphaSearch:
             layered["gains"] = {metric: Gain(**gain) for metric, gain in layered["gains"].items()}
             layered["against_single"] = Gain(**layered["against_single"])
             plain["per_layer"] = PerLayer(**layered)
+        if plain.get("few_layers") is not None:
+            few = dict(plain["few_layers"])
+            few["gains"] = {metric: Gain(**gain) for metric, gain in few["gains"].items()}
+            few["rows"] = [LayersRow(**(row | {"gain": Gain(**row["gain"])})) for row in few["rows"]]
+            plain["few_layers"] = FewLayers(**few)
         return cls(**plain)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -213,6 +253,46 @@ class PerLayer:
     kept: bool
     passes: int
     temperature: float | None = None
+
+
+@dataclass
+class LayersRow:
+    """Alpha in at most so many layers.
+
+    Attributes:
+        alphas: by layer name.
+        gain: in the objective, held out.
+        share: of the gain of one alpha in all layers.
+        work: of all values that pass through norm layers, the part that passes through these, which cannot be folded.
+    """
+
+    layers: int
+    alphas: dict[str, float]
+    gain: Gain
+    share: float
+    work: float
+
+
+@dataclass
+class FewLayers:
+    """Alpha in a few layers, so that the others can be folded.
+
+    Attributes:
+        layers: how many were asked for.
+        alphas: by layer name, the others having none.
+        gains: for every metric, the gain over the network as trained, held out.
+        rows: gain against cost, for several numbers of layers; the last is one alpha in all.
+        certain: whether the interval of the objective's gain leaves out zero.
+        passes, evaluations: further iterations of the loader, and forward passes' worth of all examples.
+    """
+
+    layers: int
+    alphas: dict[str, float]
+    gains: dict[str, Gain]
+    rows: list[LayersRow]
+    certain: bool
+    passes: int
+    evaluations: int
 
 
 @dataclass

@@ -21,8 +21,9 @@ from betternorm.surgery import convert
 from betternorm.weighing.alpha import alpha_as_trained, tuned_layers, weighed_layers
 from betternorm.weighing.batches import Forward, check_limit, device_of, evaluating, iterate, output_and_target
 from betternorm.weighing.calibration import calibrate, has_no_averages
-from betternorm.weighing.evaluation import Evaluations, shift_of
+from betternorm.weighing.evaluation import Evaluations, Setting, shift_of
 from betternorm.weighing.evidence import ENOUGH_TO_JUDGE, Gain
+from betternorm.weighing.few_layers import check_layers, setting_of, tune_few_layers
 from betternorm.weighing.folds import Folds
 from betternorm.weighing.metrics import CALIBRATED, METRICS, AnyMetric, named_metrics, weighted_mean
 from betternorm.weighing.per_layer import tune_per_layer
@@ -42,6 +43,7 @@ def tune_alpha(
     metrics: Iterable[AnyMetric] = ("top1", "top5", "cross_entropy"),
     objective: AnyMetric | None = None,
     *,
+    layers: int | None = None,
     shifts: Shifts | None = None,
     max_clean_loss: float | None = None,
     per_layer: bool = False,
@@ -85,6 +87,10 @@ def tune_alpha(
             metrics of torchmetrics.
         objective: the metric to optimise, one of ``metrics`` or another; None is "calibrated_cross_entropy", and with
             ``shifts`` "top1".
+        layers: put alpha into at most so many layers, those that carry most of the gain, so that the others can be
+            folded for serving (:func:`betternorm.fold`). Up to five take at most 30 forward passes' worth of the data
+            in all, however many layers the network has. The table shows what one, three, five and all layers gain, and
+            what they cost.
         shifts: choose alpha on shifted data too: what :func:`betternorm.weighing.corruptions` returns, or a dict from
             names to functions of the images or to loaders of shifted data. Every alpha is run on every shift.
         max_clean_loss: the rule for ``shifts``. None takes the best mean over the clean data and all shifts; a number
@@ -122,23 +128,27 @@ def tune_alpha(
         raise ValueError(f"folds={folds} must be 2 or more")
     if shifts is None and max_clean_loss is not None:
         raise ValueError(f"max_clean_loss={max_clean_loss} is a rule for shifted data; give shifts=... too")
+    if layers is not None and (per_layer or shifts is not None):
+        raise ValueError(f"layers={layers} does not go together with {'per_layer' if per_layer else 'shifts'}")
     if not weighed_layers(model):
         convert(model, "weighed")
-    layers = tuned_layers(model)
-    untuned = {name: layer.alpha for name, layer in layers.items()}
-    baseline = alpha_as_trained(layers)
+    tuned = tuned_layers(model)
+    untuned = {name: layer.alpha for name, layer in tuned.items()}
+    baseline = alpha_as_trained(tuned)
+    if layers is not None:
+        check_layers(layers, list(tuned), baseline)
     run = forward or output_and_target
     try:
         sets = None if shifts is None else ShiftedSets(shifts, judged[aim], max_clean_loss, per_layer)
         calibrating = 0
-        if calibration is not None or any(has_no_averages(layer) for layer in layers.values()):
-            for layer in layers.values():
+        if calibration is not None or any(has_no_averages(layer) for layer in tuned.values()):
+            for layer in tuned.values():
                 layer.alpha = baseline
             averaged = loader if calibration is None else calibration
             calibrating = calibrate(model, averaged, limit=limit, forward=forward, progress=progress)
         evaluations = Evaluations(
             model,
-            layers,
+            tuned,
             loader,
             judged | (sets.metrics() if sets else {}),
             run,
@@ -150,21 +160,34 @@ def tune_alpha(
         )
         if sets is not None:
             sets.attach(evaluations, resume)
-        _search(evaluations, aim, candidates, sets)
+        _search(evaluations, aim, candidates, sets, follow_others=layers is None)
         split = Folds(evaluations, min(folds, evaluations.groups()), seed)
         result = _judge(evaluations, split, aim, confidence, seed)
         if sets is not None:
             sets.judge(result, split, seed)
         if per_layer:
             result.per_layer = tune_per_layer(evaluations, split, result, epochs, seed, sets)
+        if layers is not None:
+            result.few_layers = tune_few_layers(evaluations, split, result, layers, seed)
     except BaseException:
         for name, alpha in untuned.items():
-            layers[name].alpha = alpha
+            tuned[name].alpha = alpha
         raise
     result.passes += calibrating
     chosen = result.best[aim] if sets is None else sets.chosen
     result.alpha = chosen if result.significant or insist else baseline
-    if result.per_layer is not None and result.per_layer.kept:
+    if result.few_layers is not None:
+        few = result.few_layers
+        result.passes += few.passes
+        result.evaluations += few.evaluations
+        result.alpha = dict.fromkeys(tuned, baseline) | few.alphas if few.certain or insist else baseline
+        if not few.certain:
+            warnings.warn(result.verdict(), UncertainGainWarning, stacklevel=2)
+        result.temperature = _temperature(
+            evaluations,
+            setting_of(evaluations, few.alphas) if isinstance(result.alpha, dict) and few.alphas else baseline,
+        )
+    elif result.per_layer is not None and result.per_layer.kept:
         result.alpha = result.per_layer.alphas
         result.temperature = result.per_layer.temperature
     else:
@@ -172,7 +195,7 @@ def tune_alpha(
             warnings.warn(result.verdict(), UncertainGainWarning, stacklevel=2)
         result.temperature = _temperature(evaluations, chosen if result.alpha != baseline else baseline)
     result.worse = _worse(result, evaluations)
-    for name, layer in layers.items():
+    for name, layer in tuned.items():
         layer.alpha = result.alpha[name] if isinstance(result.alpha, dict) else result.alpha
     if fold_temperature:
         _fold_temperature(model, result, run, loader)
@@ -183,11 +206,10 @@ def _worse(result: AlphaSearch, evaluations: Evaluations) -> list[str]:
     """The metrics that are certainly worse with the alpha that was set."""
     if result.alpha == result.baseline:
         return []
-    gains = result.per_layer.gains if isinstance(result.alpha, dict) and result.per_layer else result.gains
-    return [name for name, gain in gains.items() if gain.is_certain_loss(evaluations.metrics[name])]
+    return [name for name, gain in result.gains_as_set().items() if gain.is_certain_loss(evaluations.metrics[name])]
 
 
-def _temperature(evaluations: Evaluations, alpha: float) -> float | None:
+def _temperature(evaluations: Evaluations, alpha: Setting) -> float | None:
     """The temperature that fits all the data best, and None where there are no logits or where nothing fits."""
     if CALIBRATED not in evaluations.values:
         return None
@@ -216,7 +238,13 @@ def _fold_temperature(model: nn.Module, result: AlphaSearch, run: Forward, loade
     result.temperature_folded_into = name
 
 
-def _search(evaluations: Evaluations, objective: str, grid: list[float] | None, sets: ShiftedSets | None) -> None:
+def _search(
+    evaluations: Evaluations,
+    objective: str,
+    grid: list[float] | None,
+    sets: ShiftedSets | None,
+    follow_others: bool = True,
+) -> None:
     """Try alphas: those of the grid, or five and then ever closer neighbours of the best."""
 
     def evaluate(alphas: Iterable[float]) -> None:
@@ -232,7 +260,7 @@ def _search(evaluations: Evaluations, objective: str, grid: list[float] | None, 
     followed = [
         name
         for name, metric in evaluations.metrics.items()
-        if (metric.average is weighted_mean and not shift_of(name)) or name == objective
+        if (follow_others and metric.average is weighted_mean and not shift_of(name)) or name == objective
     ]
 
     def best(among: Container[float]) -> set[float]:

@@ -24,7 +24,7 @@ from betternorm.lab.experiments.findings import Findings, FinishedRuns, Label
 from betternorm.lab.experiments.scales import SMOKE
 from betternorm.lab.models import CIFAR_RESNETS, CifarResNet
 from betternorm.lab.results import Figure, Table, Verdict
-from betternorm.lab.training import JUDGED_BY, Config, tune_for_row
+from betternorm.lab.training import CALIBRATED, JUDGED_BY, Config, tune_for_row
 from betternorm.lab.trials import Progress, Runtime, Trial
 from betternorm.surgery import convert
 
@@ -33,7 +33,12 @@ PLACE = "Figure 1, section 3.1; appendix D"
 
 NARROW = 0.2  # how far the figure of the main text reaches
 ALPHAS = (0.0, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.4, 0.7, 1.0)
-WORDS = {"top1": "top-1, %", "top5": "top-5, %", "cross_entropy": "cross-entropy"}
+WORDS = {
+    "top1": "top-1, %",
+    "top5": "top-5, %",
+    "cross_entropy": "cross-entropy",
+    CALIBRATED: "cross-entropy, after temperature",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +85,8 @@ class Curve(Trial):
             "alpha_as_trained": found.baseline,
             "alpha_table": found.table,
             "examples": found.examples,
-            **{f"alpha_{name}": found.best[name] for name in JUDGED_BY},
-            **{f"gain_{name}": vars(found.gains[name]) for name in JUDGED_BY},
+            **{f"alpha_{name}": found.best[name] for name in (*JUDGED_BY, CALIBRATED)},
+            **{f"gain_{name}": vars(found.gains[name]) for name in (*JUDGED_BY, CALIBRATED)},
         }
 
     def _network(self, data: Data, folder: Path, runtime: Runtime) -> nn.Module:
@@ -166,12 +171,16 @@ def conclude(runs: FinishedRuns) -> Findings:
     for (name,), found in runs.items():
         for row in found:
             for metric, words in WORDS.items():
-                rows.append([name, words, *_gain_cells(row, metric), row[f"alpha_{metric}"], row["examples"]])
+                if f"gain_{metric}" in row.result:  # older rows know of no temperature
+                    rows.append([name, words, *_gain_cells(row, metric), row[f"alpha_{metric}"], row["examples"]])
             verdicts += [
                 _gained(f"{name}: alpha lowers the cross-entropy", row, "cross_entropy", claims.LESS),
                 _gained(f"{name}: the alpha chosen for cross-entropy raises top-1 too", row, "top1", claims.MORE),
                 _past_best(name, row),
             ]
+            if f"gain_{CALIBRATED}" in row.result:
+                claim = f"{name}: alpha lowers the cross-entropy also after a temperature"
+                verdicts.append(_gained(claim, row, CALIBRATED, claims.LESS))
     arms = {name: found for (name,), found in runs.items()}
     figures: list[Figure] = [
         *findings.alpha_figures("Trained networks, small alpha", arms, NARROW),

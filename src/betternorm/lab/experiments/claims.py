@@ -111,7 +111,8 @@ def together(claim: str, parts: Sequence[Verdict]) -> Verdict:
     outcomes = {part.outcome for part in parts}
     worst = (Outcome.CONTRADICTED, Outcome.NO_DIFFERENCE, Outcome.UNDERPOWERED, Outcome.SEEN)
     outcome = next(one for one in worst if one in outcomes)
-    return Verdict(claim, outcome, "; ".join(part.evidence for part in parts))
+    weakest = max((part.detectable or 0.0 for part in parts), default=0.0)
+    return Verdict(claim, outcome, "; ".join(part.evidence for part in parts), detectable=weakest)
 
 
 def corrected(verdicts: Sequence[Verdict]) -> list[Verdict]:

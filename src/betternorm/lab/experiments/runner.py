@@ -10,6 +10,7 @@ from typing import Any
 
 from betternorm.errors import UserError
 from betternorm.lab import engines
+from betternorm.lab.experiments import protocol
 from betternorm.lab.experiments.claims import RULE, corrected
 from betternorm.lab.experiments.findings import FinishedRuns, Label
 from betternorm.lab.experiments.registry import Arms, module, names_at, trials_of
@@ -80,6 +81,8 @@ def result(name: str, scale: str, store: Store, seeds: int | None = None, own: A
     command = f"betternorm reproduce {name} --scale {scale}"
     _, _, claims = inspect.cleandoc(experiment.__doc__ or "").partition("\n\n")  # what the paper says
     notes = [" ".join(claims.split()), SCALES[scale], findings.notes, "" if scale == "smoke" else RULE]
+    if scale == protocol.SCALE and name not in protocol.FIXED:
+        notes.append("Hyperparameters are still to be chosen: these are candidates, with one seed, on validation data.")
     if missing:
         total = missing + sum(map(len, rows.values()))
         notes.append(f"{missing} of {total} trials have not been run yet; `{command}` runs those and no others.")

@@ -21,10 +21,10 @@ SCALES = {  # what a page has to say about them
     "small": "Small scale: small images, small residual networks and short trainings on a CPU. What it shows is the "
     "direction of an effect, not its size on the paper's data; the settings are at the end. Some were changed after "
     "test results had been seen, moving averages reach back ten batches whatever their size, and decay on gamma and "
-    "beta is twenty times as strong as on the weights: see the [protocol](protocol.md).",
+    "beta is twenty times as strong as on the weights: see `docs/results/protocol.md`.",
     "medium": "Medium scale: CIFAR-100 at 32x32, with the paper's validation and test sets of 10,000 images each, a "
     "post-activation residual network of 0.7 million parameters, 40 epochs. Hyperparameters were chosen on validation "
-    "data and written down before the test set was read: see the [protocol](../protocol.md).",
+    "data and written down before the test set was read: see `docs/results/protocol.md`.",
     "paper": "Paper scale: the paper's data, networks and batch sizes. It gives no learning rates or training lengths.",
 }
 SEEDS = {"smoke": 2, "small": 5, "medium": 3, "paper": 3}  # of every arm, where an experiment does not say otherwise

@@ -155,7 +155,7 @@ def _index(results: Sequence[Result]) -> str:
     """What there is, and then every claim, so that one sees at a glance what was seen and what was not."""
     rows, claims = [], []
     for name, result in zip(labels.names(results), results, strict=True):
-        link = _Markdown(f"[{_no_markup(result.title)}]({name}.md)")
+        link = Markdown(f"[{_no_markup(result.title)}]({name}.md)")
         rows.append([link, result.place, result.scale, len(result.rows), labels.tally(result.verdicts)])
         claims += [[link, verdict.claim, f"**{verdict.outcome.value}**"] for verdict in result.verdicts]
     parts = ["# Results", markdown_table(["experiment", "in the paper", "scale", "trials", "claims"], rows)]
@@ -165,14 +165,14 @@ def _index(results: Sequence[Result]) -> str:
 
 
 def markdown_table(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    body = [[value if isinstance(value, _Markdown) else _no_markup(shown(value)) for value in row] for row in rows]
+    body = [[value if isinstance(value, Markdown) else _no_markup(shown(value)) for value in row] for row in rows]
     right = [bool(body) and all(is_number(row[column]) for row in body) for column in range(len(headers))]
     rule = ["---:" if to_right else "---" for to_right in right]
     escaped = [[" ".join(cell.replace("|", "\\|").split()) for cell in row] for row in [list(headers), *body]]
     return "\n".join(f"| {' | '.join(row)} |" for row in [escaped[0], rule, *escaped[1:]])
 
 
-class _Markdown(str):
+class Markdown(str):
     """What is meant as Markdown; everything else in a table is text."""
 
 

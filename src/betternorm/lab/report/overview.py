@@ -27,7 +27,7 @@ def write(results: Mapping[str, Sequence[Result]], statements: Table, folder: st
     for scale, found in results.items():
         rows = [
             [
-                f"[{result.title}]({FOLDERS[scale]}{result.name}.md)",
+                files.Markdown(f"[{result.title}]({FOLDERS[scale]}{result.name}.md)"),
                 result.place,
                 len(result.rows),
                 labels.tally(result.verdicts),
@@ -36,6 +36,11 @@ def write(results: Mapping[str, Sequence[Result]], statements: Table, folder: st
         ]
         headers = ["experiment", "in the paper", "trials", "claims"]
         parts += [f"## {scale.capitalize()} scale", files.markdown_table(headers, rows)]
+        parts += [
+            f"![{result.figures[0].title}]({FOLDERS[scale]}{result.name}/figure-1.png)"
+            for result in found
+            if result.figures
+        ]
     path = Path(folder) / "index.md"
     path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     return path

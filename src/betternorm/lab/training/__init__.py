@@ -1,9 +1,10 @@
 """Training a network and judging it (section 4): the configuration, the session that runs it, its checkpoints."""
 
 from betternorm.lab.training.checkpoints import deterministic
-from betternorm.lab.training.config import CALIBRATED, JUDGED_BY, Config, build_model, learning_rate, load_data
+from betternorm.lab.training.config import JUDGED_BY, Config, build_model, learning_rate, load_data
 from betternorm.lab.training.evaluation import evaluate, tune_for_row
 from betternorm.lab.training.session import Session, train, trained
+from betternorm.weighing.metrics import CALIBRATED
 
 __all__ = [
     "CALIBRATED",

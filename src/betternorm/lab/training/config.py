@@ -17,7 +17,6 @@ from betternorm.lab import models
 from betternorm.lab.trials import Progress, Runtime, Trial
 
 JUDGED_BY = ("top1", "top5", "cross_entropy")
-CALIBRATED = "calibrated_cross_entropy"  # after a temperature fitted on validation data
 SCHEDULES = ("cosine", "step", "constant")
 
 

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from betternorm.errors import UncertainGainWarning
-from betternorm.lab.training.config import CALIBRATED, JUDGED_BY
+from betternorm.lab.training.config import JUDGED_BY
 from betternorm.surgery import convert
 from betternorm.weighing.alpha import alpha_as_trained, get_alpha, set_alpha, tuned_layers, weighed_layers
-from betternorm.weighing.metrics import METRICS
+from betternorm.weighing.metrics import CALIBRATED, METRICS
 from betternorm.weighing.result import AlphaSearch
 from betternorm.weighing.search import tune_alpha
 
@@ -69,7 +69,8 @@ def tune_for_row(network: nn.Module, loader: Iterable[Any], **options: Any) -> A
     """:func:`betternorm.tune_alpha` that sets the best alpha, and leaves it to the row to say that it may be chance."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UncertainGainWarning)
-        return tune_alpha(network, loader, JUDGED_BY, insist=True, **options)
+        wanted = {"objective": "cross_entropy"} | options
+        return tune_alpha(network, loader, (*JUDGED_BY, CALIBRATED), insist=True, **wanted)
 
 
 def _means(

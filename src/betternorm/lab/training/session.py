@@ -33,11 +33,12 @@ from betternorm.lab.training.checkpoints import (
     set_random_state,
     write_checkpoint,
 )
-from betternorm.lab.training.config import CALIBRATED, JUDGED_BY, Config, build_model, learning_rate, load_data
+from betternorm.lab.training.config import JUDGED_BY, Config, build_model, learning_rate, load_data
 from betternorm.lab.training.evaluation import best_alphas, evaluate, evaluate_calibrated, tune_for_row, with_alpha
 from betternorm.lab.trials import Progress, Runtime
 from betternorm.surgery import convert
 from betternorm.weighing.alpha import set_alpha
+from betternorm.weighing.metrics import CALIBRATED
 
 EVALUATION_BATCH = 250  # examples at least; no result depends on it beyond rounding
 
