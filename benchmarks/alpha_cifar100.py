@@ -224,8 +224,8 @@ alpha is the best one after a temperature.
 | --- | ---: | ---: | ---: | ---: | --- |
 {four}
 
-Nearly all that alpha alone does to the cross-entropy of these networks is to soften outputs that are too sure. One
-temperature does more of that, and changes no answer. What alpha adds to it stands in the last column.
+Much of what alpha alone does is to soften outputs that are too sure. The deeper the network, the more of that there is
+to do; one temperature does it better, and changes no answer. What alpha adds to it stands in the last column.
 
 ![the cross-entropy, before and after a temperature, and top-1, against alpha](alpha-cifar100.svg)
 
