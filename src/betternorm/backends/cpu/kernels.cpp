@@ -241,21 +241,39 @@ INLINE void sums_of_channel(const Block &b, const T *x, const T *dy, float centr
     for (int k = 0; k < K; k++) out[k][at] = all[k] + total(sum[0][k] + sum[1][k]);
 }
 
-constexpr int64_t TILE = 64;  // rows
+// Channels last. A row is summed into `lines`, of which there are LINES, in turn: memory is read from one end to the other,
+// and the sums stay in the first cache. Up to NARROW channels they stay in registers. Number and order of the sums is the
+// same in both ways and for every channel, so that a result does not depend on how the work was divided.
+constexpr int64_t NARROW = 4 * LANES;
 
-// Channels last: rows are read whole, a tile of them at a time, as memory likes it; the sums of `vectors` times LANES
-// channels, or of `width` of them, fewer than LANES, are in registers while a tile is read, and in `lines` between tiles.
-// Number and order of the sums is the same for every channel, so that a result does not depend on how the work was divided.
+template <Term term, class T>
+INLINE void sums_of_row(int64_t width, const T *x, const T *dy, const float *centre, float *line, int64_t padded) {
+    constexpr int K = sums_of<term>();
+    int64_t c = 0;
+    for (; c + LANES <= width; c += LANES) {
+        vec sum[K];
+        const vec m = term == SUM ? (vec){0} : load(centre + c);
+        for (int k = 0; k < K; k++) sum[k] = load(line + k * padded + c);
+        add<term>(sum, load(x + c), term == PRODUCTS ? load(dy + c) : m, m);
+        for (int k = 0; k < K; k++) store(line + k * padded + c, sum[k]);
+    }
+    if (c < width) {
+        vec sum[K];
+        const int64_t n = width - c;
+        const vec m = term == SUM ? (vec){0} : load_some(centre + c, n);
+        for (int k = 0; k < K; k++) sum[k] = load(line + k * padded + c);
+        add<term>(sum, load_some(x + c, n), term == PRODUCTS ? load_some(dy + c, n) : m, m);
+        for (int k = 0; k < K; k++) store(line + k * padded + c, sum[k]);
+    }
+}
+
 template <Term term, int vectors, class T>
-INLINE void sums_of_tile(int64_t rows, int64_t stride, const T *x, const T *dy, const float *centre, float *lines,
-                         int64_t padded, int64_t width) {
+INLINE void sums_of_narrow_rows(int64_t rows, int64_t stride, const T *x, const T *dy, const float *centre, float *lines,
+                                int64_t padded, int64_t width) {
     constexpr int K = sums_of<term>(), count = vectors ? vectors : 1;
 #define GET(p, v) (vectors ? load((p) + (v) * LANES) : load_some(p, width))
-    vec m[count], sum[LINES][count][K];
+    vec m[count], sum[LINES][count][K] = {};
     for (int v = 0; v < count; v++) m[v] = term == SUM ? (vec){0} : GET(centre, v);
-    for (int j = 0; j < LINES; j++)
-        for (int v = 0; v < count; v++)
-            for (int k = 0; k < K; k++) sum[j][v][k] = load(lines + (j * K + k) * padded + v * LANES);
     int64_t row = 0;
     for (; row + LINES <= rows; row += LINES, x += LINES * stride, dy += LINES * stride)
         for (int j = 0; j < LINES; j++)
@@ -263,9 +281,8 @@ INLINE void sums_of_tile(int64_t rows, int64_t stride, const T *x, const T *dy, 
                 const vec e = term == PRODUCTS ? GET(dy + j * stride, v) : m[v];
                 add<term>(sum[j][v], GET(x + j * stride, v), e, m[v]);
             }
-    for (; row < rows; row++, x += stride, dy += stride)
-        for (int v = 0; v < count; v++)
-            add<term>(sum[0][v], GET(x, v), term == PRODUCTS ? GET(dy, v) : m[v], m[v]);
+    if (row < rows)
+        for (int v = 0; v < count; v++) add<term>(sum[0][v], GET(x, v), term == PRODUCTS ? GET(dy, v) : m[v], m[v]);
     for (int j = 0; j < LINES; j++)
         for (int v = 0; v < count; v++)
             for (int k = 0; k < K; k++) store(lines + (j * K + k) * padded + v * LANES, sum[j][v][k]);
@@ -286,17 +303,20 @@ void sums(const Block &b, const T *x, const T *dy, const float *centre, const Sc
     for (int k = 0; k < K; k++) __builtin_memset(out[k], 0, b.width * sizeof(double));
     for (int64_t begin = 0; begin < b.rows; begin += LINES * STRETCH) {
         const int64_t end = least(b.rows, begin + LINES * STRETCH);
-        __builtin_memset(s.lines, 0, LINES * K * padded * sizeof(float));
-        for (int64_t row = begin; row < end; row += TILE) {
-            const int64_t rows = least(TILE, end - row), at = row * b.stride;
-            int64_t c = 0;
+        const T *from = x + begin * b.stride, *dy_from = dy + begin * b.stride;
+        int64_t c = 0;
+        if (b.width <= NARROW) {
             for (; c + 4 * LANES <= b.width; c += 4 * LANES)
-                sums_of_tile<term, 4>(rows, b.stride, x + at + c, dy + at + c, centre + c, s.lines + c, padded, 0);
+                sums_of_narrow_rows<term, 4>(end - begin, b.stride, from + c, dy_from + c, centre + c, s.lines + c, padded, 0);
             for (; c + LANES <= b.width; c += LANES)
-                sums_of_tile<term, 1>(rows, b.stride, x + at + c, dy + at + c, centre + c, s.lines + c, padded, 0);
+                sums_of_narrow_rows<term, 1>(end - begin, b.stride, from + c, dy_from + c, centre + c, s.lines + c, padded, 0);
             if (c < b.width)
-                sums_of_tile<term, 0>(rows, b.stride, x + at + c, dy + at + c, centre + c, s.lines + c, padded,
-                                      b.width - c);
+                sums_of_narrow_rows<term, 0>(end - begin, b.stride, from + c, dy_from + c, centre + c, s.lines + c, padded,
+                                             b.width - c);
+        } else {
+            __builtin_memset(s.lines, 0, LINES * K * padded * sizeof(float));
+            for (int64_t row = begin; row < end; row++, from += b.stride, dy_from += b.stride)
+                sums_of_row<term>(b.width, from, dy_from, centre, s.lines + (row - begin) % LINES * K * padded, padded);
         }
         for (int k = 0; k < K; k++)
             for (int64_t c = 0; c < b.width; c++)
@@ -343,7 +363,7 @@ void statistics_near(const Block &b, const T *x, float *guess, const Scratch &s,
 template <class T>
 void statistics_of_chunk(const Block &b, const T *x, const Scratch &s, double *mean, double *variance) {
     double *const sum[] = {mean};
-    const Block few = b.part(0, least(b.steps(), b.channels_last ? 16 : 1));
+    const Block few = b.part(0, least(b.steps(), b.channels_last ? 4 : 1));
     sums<SUM>(few, x, x, s.k.centre, s, sum);
     for (int64_t c = 0; c < b.width; c++) s.k.centre[c] = (float)(mean[c] / (double)few.values());
     statistics_near(b, x, s.k.centre, s, mean, variance);

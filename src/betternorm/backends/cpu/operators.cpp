@@ -25,7 +25,7 @@ constexpr int64_t SERIAL_BELOW = 32768;  // values below which threads cost more
 constexpr int64_t WIDEST = 1024;         // channels last: channels of a unit, so much of a row is read at once
 constexpr int64_t SHORT = 256;           // contiguous: maps below which a unit takes several channels
 constexpr int64_t CHUNK = 128 << 10;    // bytes that are summed and centred while they are in cache
-constexpr int64_t BLOCK = 256;           // channels of a table that are added up at a time
+constexpr int64_t BLOCK = 64;            // channels of a table that are added up at a time
 
 const Kernels *best_kernels() {
 #ifdef BETTERNORM_X86_LEVELS
@@ -159,12 +159,21 @@ template <class Arguments> void slices(Arguments &a, std::vector<double> &parts,
 
 // ---- tables of (groups, channels) ----
 
+// `work(first channel, width)` for every block of channels of a table.
+template <class Work> void each_block(int64_t rows, int64_t C, const Work &work) {
+    const int64_t blocks = (C + BLOCK - 1) / BLOCK;
+    const auto some = [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; i++) work(i * BLOCK, std::min(BLOCK, C - i * BLOCK));
+    };
+    if (rows * C < SERIAL_BELOW / 4) some(0, blocks);
+    else torch::stable::parallel_for(0, blocks, 1, some);
+}
+
 // Mean and biased variance over the whole batch, from those of the groups.
 void batch_statistics(const Shape &s, const double *mean, const double *variance, double *batch_mean,
                       double *batch_variance) {
     const int64_t C = s.channels;
-    for (int64_t c0 = 0; c0 < C; c0 += BLOCK) {
-        const int64_t width = std::min(BLOCK, C - c0);
+    each_block(s.groups, C, [&](int64_t c0, int64_t width) {
         double m[BLOCK] = {}, v[BLOCK] = {};
         for (int pass = 0; pass < 2; pass++)
             for (int64_t g = 0; g < s.groups; g++) {
@@ -177,17 +186,16 @@ void batch_statistics(const Shape &s, const double *mean, const double *variance
             }
         std::copy(m, m + width, batch_mean + c0);
         std::copy(v, v + width, batch_variance + c0);
-    }
+    });
 }
 
 void add_rows(int64_t rows, int64_t C, const double *table, double *to) {
-    for (int64_t c0 = 0; c0 < C; c0 += BLOCK) {
-        const int64_t width = std::min(BLOCK, C - c0);
+    each_block(rows, C, [&](int64_t c0, int64_t width) {
         double sum[BLOCK] = {};
         for (int64_t r = 0; r < rows; r++)
             for (int64_t c = 0; c < width; c++) sum[c] += table[r * C + c0 + c];
         std::copy(sum, sum + width, to + c0);
-    }
+    });
 }
 
 // ---- operators ----
