@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import json
 import os
 import pkgutil
 import re
@@ -30,6 +31,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import betternorm
+from benchmarks.measuring import geometric_mean
+from benchmarks.sections import LAYOUTS
 from betternorm.cli import COMMANDS, FINDING, OK, build_parser, main
 from betternorm.errors import UncertainGainWarning
 from betternorm.integrations.models import load_model
@@ -299,6 +302,56 @@ def test_the_readme_quotes_the_results() -> None:
         quoted = re.findall(r"(\d+\.\d) %", line)
         assert quoted
         assert set(quoted) <= means, f"{result} has no such means: {set(quoted) - means}"
+
+
+def _readme_rows(first: str) -> list[list[str]]:
+    """The cells of every row of the README's table whose header has these words."""
+    table = next(part for part in (ROOT / "README.md").read_text().split("\n\n") if first in part.partition("\n")[0])
+    return [[cell.strip() for cell in line.strip("| ").split("|")] for line in table.splitlines()[2:]]
+
+
+def test_the_readme_quotes_the_benchmarks() -> None:
+    """The table of costs is the geometric means of the rows beside the page of benchmarks."""
+    measured = json.loads((ROOT / "docs/benchmarks.json").read_text())["rows"]
+    columns = [(section, layout) for section in ("eager", "bfloat16 under autocast") for layout in LAYOUTS]
+    names = {
+        "**`GhostBatchNorm(C, 16)`**": "GhostBatchNorm(16)",
+        "**`GhostBatchNorm(C, 2)`**": "GhostBatchNorm(2)",
+        "**`BatchGroupNorm(32, C)`**": "BatchGroupNorm(32)",
+        "loop over chunks": "chunk loop (16)",
+        "strided view": "strided view (16)",
+        "5-D view": "5-D view (16)",
+    }
+    rows = _readme_rows("bfloat16, channels_last")
+    assert len(rows) == len(names)
+    for label, *quoted in rows:
+        variant = next(variant for words, variant in names.items() if words in label)
+        for number, (section, layout) in zip(quoted, columns, strict=True):
+            ratios = [
+                row["ratio"]
+                for row in measured
+                if (row["section"], row["layout"], row["variant"]) == (section, layout, variant)
+            ]
+            assert number == f"{geometric_mean(ratios):.2f}", (label, section, layout)
+
+
+def test_the_readme_quotes_the_page_on_shift() -> None:
+    page = (ROOT / "docs/results/shift.md").read_text()
+    for name, *quoted in _readme_rows("corrupted: as trained"):
+        words = {"trained with ghost size 4": "lab, ghost size 4"}.get(name, name)
+        line = next(line for line in page.splitlines() if line.startswith(f"| {words} |"))
+        _, clean, corrupted, tuned, tuned_corrupted, _, batch, _, one_class = (
+            cell.strip() for cell in line.strip("| ").split("|")
+        )
+        assert quoted == [clean, tuned, corrupted, tuned_corrupted, batch, one_class]
+
+
+def test_the_readme_quotes_the_page_on_serving() -> None:
+    page, readme = (" ".join((ROOT / name).read_text().split()) for name in ("docs/serving.md", "README.md"))
+    rows = dict(re.findall(r"\| (ResNet-50|MobileNetV2), 224 \| onnxruntime \| [\d.]+ ms \| (.+?) \|\s", page + " "))
+    everywhere, _, three, _ = zip(*(rows[name].split(" | ") for name in ("ResNet-50", "MobileNetV2")), strict=True)
+    assert f"a ResNet-50 takes {three[0]} times as long in onnxruntime and a MobileNetV2 {three[1]}" in readme
+    assert f"with alpha in all layers {everywhere[0]} and {everywhere[1]}" in readme
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
