@@ -1,15 +1,16 @@
 # Everything a contributor runs. The environment is made once, and again when what it is made of changes.
 PYTHON ?= python3
-BIN := .venv/bin
-DEMO := .venv/.demo
-READY := .venv/.ready
-BROWSER := .venv/.browser
+VENV ?= .venv
+BIN := $(VENV)/bin
+DEMO := $(VENV)/.demo
+READY := $(VENV)/.ready
+BROWSER := $(VENV)/.browser
 
 KERNELS := $(wildcard src/betternorm/backends/cpu/*.cpp src/betternorm/backends/cpu/*.h)
 PIP := $(BIN)/pip install --constraint constraints.txt
 STEP := $(PYTHON) tools/step.py
 
-.PHONY: demo test test-slow bench zoo docs format clean
+.PHONY: demo test matrix test-slow bench zoo docs format clean
 
 demo: $(DEMO)
 	@$(BIN)/betternorm demo --output build/demo
@@ -19,6 +20,13 @@ test: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pytest -q -n 2 --dist loadfile
+
+# The tests in every Python that is claimed, as far as it is here.
+matrix:
+	@for version in 3.10 3.11 3.12 3.13 3.14; do \
+		python$$version -c "" 2>/dev/null || { echo "python$$version is not here"; continue; }; \
+		$(MAKE) test PYTHON=python$$version VENV=.venv-$$version || exit 1; \
+	done
 
 test-slow: $(READY) $(BROWSER)
 	$(BIN)/pytest -q -m slow
@@ -40,13 +48,13 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv build dist site .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-* build dist site .mypy_cache .pytest_cache .ruff_cache
 
 # Without build isolation: a build environment of its own would fetch a second torch. torch comes first, because the
 # kernels are compiled against its headers.
 $(DEMO): pyproject.toml constraints.txt hatch_build.py $(KERNELS)
-	@echo 'setting up, once: an environment in .venv'
-	@$(PYTHON) -m venv .venv
+	@echo 'setting up, once: an environment in $(VENV)'
+	@$(PYTHON) -m venv $(VENV)
 	@$(STEP) 'installing torch' $(PIP) torch numpy hatchling editables
 	@$(STEP) 'installing betternorm and compiling its kernels' $(PIP) --no-build-isolation --editable '.[demo]'
 	@$(BIN)/python -c 'from betternorm import backends; print(backends.status())'
