@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from importlib.util import find_spec
 from typing import Any, cast
 
 from torch.nn.parallel import DistributedDataParallel
@@ -17,11 +18,12 @@ from betternorm.integrations.torchvision import ready
 from betternorm.lab.team import launched_by_torchrun
 from betternorm.lab.trials import Runtime
 
-ready()  # lightning imports torchvision
+if find_spec("torchvision") is not None:
+    ready()  # lightning imports it where it is there
 
-from lightning.fabric import Fabric  # noqa: E402
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment  # noqa: E402
-from lightning.fabric.strategies.ddp import DDPStrategy  # noqa: E402
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.strategies.ddp import DDPStrategy
 
 
 def launch(precision: str, runtime: Runtime) -> Fabric:
