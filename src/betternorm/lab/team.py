@@ -6,6 +6,7 @@ trial. A process that is lost ends the run: its trial stays unfinished, and the 
 
 from __future__ import annotations
 
+import atexit
 import os
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -67,6 +68,7 @@ class Several(Team):
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self._group = torch.distributed.new_group(backend="gloo", timeout=PATIENCE)
+        atexit.register(_leave)
 
     def told_by_first(self, value: T) -> T:
         box = [value]
@@ -85,6 +87,12 @@ class Several(Team):
         except RuntimeError as problem:
             raise _lost(problem, mine.get("error")) from problem
         return next((outcome for outcome in outcomes if "error" in outcome), outcomes[0])
+
+
+def _leave() -> None:
+    """Left to the interpreter, the threads of a group are ended too late now and then, and the process aborts."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def _lost(problem: RuntimeError, error: str | None = None) -> UserError:
