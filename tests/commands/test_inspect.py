@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from betternorm.backends import cpu
 from betternorm.cli import BAD_INPUT, OK, main
 
 CHAIN = """
@@ -108,3 +109,14 @@ def test_bad_input_gets_one_clear_line(
 def test_models_of_other_libraries(spec: str, layers: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", spec, "--quick", "--json", "--input", "3,64,64"]) == OK
     assert len(json.loads(capsys.readouterr().out)["report"]["layers"]) == layers
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_a_package_without_compiled_kernels_says_so(loaded, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(cpu, "loaded", loaded)
+    monkeypatch.setattr(cpu, "status", "installed without compiled kernels")
+    (tmp_path / "nets.py").write_text(
+        "from torch import nn\ndef build():\n    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))\n"
+    )
+    assert main(["inspect", f"{tmp_path}/nets.py:build"]) == OK
+    assert ("kernels: installed without compiled kernels" in capsys.readouterr().out) is not loaded

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from betternorm.advice import Advice, advise
+from betternorm.backends import cpu
 from betternorm.cli import OK
 from betternorm.decay.report import NormReport, norm_report
 from betternorm.decay.visit import guess_input
@@ -68,7 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
         found = {"model": arguments.model, "report": report.to_dict(), "advice": advice.to_dict()}
         print(json.dumps(found, indent=2))
     else:
-        show(f"{report}\n\n{advice}")
+        pure = "" if cpu.loaded else f"\n\nkernels: {cpu.status}"
+        show(f"{report}\n\n{advice}{pure}")
     return OK
 
 
