@@ -12,7 +12,7 @@
 
 #include "kernels.h"
 
-#if defined(__F16C__) || defined(__AVX512F__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #endif
 
@@ -105,6 +105,30 @@ INLINE void store(float16 *p, vec v) {
 }
 #endif
 
+// Past the caches, for what is too large to be in them when it is read again: a line that is written whole is then not read
+// before. `p` is a multiple of LINE.
+constexpr uint64_t LINE = 64;
+#if defined(__SSE2__)
+template <class T> INLINE void store_past(T *p, vec v) {
+    alignas(64) T values[LANES];
+    store(values, v);
+#if defined(__AVX512F__)
+    for (uint64_t i = 0; i < sizeof values / 32; i++)
+        _mm256_stream_si256((__m256i *)p + i, _mm256_load_si256((const __m256i *)values + i));
+#else
+    for (uint64_t i = 0; i < sizeof values / 16; i++)
+        _mm_stream_si128((__m128i *)p + i, _mm_load_si128((const __m128i *)values + i));
+#endif
+}
+#if defined(__AVX512F__)
+INLINE void store_past(float *p, vec v) { _mm512_stream_ps(p, (__m512)v); }
+#endif
+INLINE void finish_stores() { _mm_sfence(); }
+#else
+template <class T> INLINE void store_past(T *p, vec v) { store(p, v); }
+INLINE void finish_stores() {}
+#endif
+
 // Fewer than LANES values; the others are zero, and are not written.
 template <class T> INLINE vec load_some(const T *p, int64_t count) {
     T values[LANES] = {};
@@ -158,16 +182,18 @@ INLINE Block unit_block(const Shape &s, int64_t group, int64_t c0, int64_t width
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// Room for a unit's numbers, for as long as a thread works on units.
+// Room for a unit's numbers, for as long as a thread works on units. Vectors do not cross lines of the cache.
 struct Scratch {
     int64_t padded;  // width in whole vectors
+    void *held;
     double *a, *b, *c, *d, *e, *f;
     Coefficients k;
     float *better;
     float *lines;  // LINES rows of up to three sums
 
     explicit Scratch(int64_t width) : padded((width + LANES - 1) / LANES * LANES) {
-        a = (double *)__builtin_malloc(padded * (6 * sizeof(double) + (5 + 3 * LINES) * sizeof(float)));
+        held = __builtin_malloc(LINE + padded * (6 * sizeof(double) + (5 + 3 * LINES) * sizeof(float)));
+        a = (double *)(((uint64_t)held + LINE - 1) / LINE * LINE);
         b = a + padded, c = b + padded, d = c + padded, e = d + padded, f = e + padded;
         float *const floats = (float *)(f + padded);
         k = {floats, floats + padded, floats + 2 * padded, floats + 3 * padded};
@@ -175,21 +201,17 @@ struct Scratch {
         lines = floats + 5 * padded;
     }
     Scratch(const Scratch &) = delete;
-    ~Scratch() { __builtin_free(a); }
+    ~Scratch() { __builtin_free(held); }
 };
 
 // ---- sums for each channel over a block ----
 
-enum Term { SUM, MOMENTS, PRODUCTS };
-// SUM: x. MOMENTS: x - centre and its square. PRODUCTS: dy, dy * (x - centre) and x - centre.
+enum Term { MOMENTS, PRODUCTS };
+// MOMENTS: x - centre and its square. PRODUCTS: dy, dy * (x - centre) and x - centre.
 
-template <Term term> constexpr int sums_of() { return term == SUM ? 1 : term == MOMENTS ? 2 : 3; }
+template <Term term> constexpr int sums_of() { return term == MOMENTS ? 2 : 3; }
 
 template <Term term> INLINE void add(vec *sum, vec x, vec dy, vec centre) {
-    if (term == SUM) {
-        sum[0] += x;
-        return;
-    }
     const vec d = x - centre;
     if (term == MOMENTS) {
         sum[0] += d;
@@ -252,7 +274,7 @@ INLINE void sums_of_row(int64_t width, const T *x, const T *dy, const float *cen
     int64_t c = 0;
     for (; c + LANES <= width; c += LANES) {
         vec sum[K];
-        const vec m = term == SUM ? (vec){0} : load(centre + c);
+        const vec m = load(centre + c);
         for (int k = 0; k < K; k++) sum[k] = load(line + k * padded + c);
         add<term>(sum, load(x + c), term == PRODUCTS ? load(dy + c) : m, m);
         for (int k = 0; k < K; k++) store(line + k * padded + c, sum[k]);
@@ -260,7 +282,7 @@ INLINE void sums_of_row(int64_t width, const T *x, const T *dy, const float *cen
     if (c < width) {
         vec sum[K];
         const int64_t n = width - c;
-        const vec m = term == SUM ? (vec){0} : load_some(centre + c, n);
+        const vec m = load_some(centre + c, n);
         for (int k = 0; k < K; k++) sum[k] = load(line + k * padded + c);
         add<term>(sum, load_some(x + c, n), term == PRODUCTS ? load_some(dy + c, n) : m, m);
         for (int k = 0; k < K; k++) store(line + k * padded + c, sum[k]);
@@ -273,7 +295,7 @@ INLINE void sums_of_narrow_rows(int64_t rows, int64_t stride, const T *x, const 
     constexpr int K = sums_of<term>(), count = vectors ? vectors : 1;
 #define GET(p, v) (vectors ? load((p) + (v) * LANES) : load_some(p, width))
     vec m[count], sum[LINES][count][K] = {};
-    for (int v = 0; v < count; v++) m[v] = term == SUM ? (vec){0} : GET(centre, v);
+    for (int v = 0; v < count; v++) m[v] = GET(centre, v);
     int64_t row = 0;
     for (; row + LINES <= rows; row += LINES, x += LINES * stride, dy += LINES * stride)
         for (int j = 0; j < LINES; j++)
@@ -296,7 +318,7 @@ void sums(const Block &b, const T *x, const T *dy, const float *centre, const Sc
     dy += b.start;
     if (!b.channels_last) {
         for (int64_t c = 0; c < b.width; c++)
-            sums_of_channel<term>(b, x + c * b.space, dy + c * b.space, term == SUM ? 0 : centre[c], out, c);
+            sums_of_channel<term>(b, x + c * b.space, dy + c * b.space, centre[c], out, c);
         return;
     }
     const int64_t padded = s.padded;
@@ -359,13 +381,34 @@ void statistics_near(const Block &b, const T *x, float *guess, const Scratch &s,
         }
 }
 
-// Without a guess: the mean of the first few rows, or of the first example, is one.
+// Without a guess: the mean of the first few rows is one, or that of the first few values of each channel.
+template <class T> void guess_mean(const Block &b, const T *x, float *guess) {
+    constexpr int64_t FEW = 4;
+    x += b.start;
+    if (!b.channels_last) {
+        for (int64_t c = 0; c < b.width; c++, x += b.space) {
+            const int64_t vectors = least(FEW, b.space / LANES);
+            vec sum = vectors ? load(x) : load_some(x, b.space);
+            for (int64_t i = 1; i < vectors; i++) sum += load(x + i * LANES);
+            guess[c] = total(sum) / (float)(vectors ? vectors * LANES : b.space);
+        }
+        return;
+    }
+    const int64_t rows = least(FEW, b.rows);
+    for (int64_t c = 0; c < b.width; c += LANES) {
+        const int64_t n = least(LANES, b.width - c);
+        vec sum = (vec){0};
+        for (int64_t row = 0; row < rows; row++) {
+            const T *const p = x + row * b.stride + c;
+            sum += n == LANES ? load(p) : load_some(p, n);
+        }
+        store(guess + c, sum / splat((float)rows));
+    }
+}
+
 template <class T>
 void statistics_of_chunk(const Block &b, const T *x, const Scratch &s, double *mean, double *variance) {
-    double *const sum[] = {mean};
-    const Block few = b.part(0, least(b.steps(), b.channels_last ? 4 : 1));
-    sums<SUM>(few, x, x, s.k.centre, s, sum);
-    for (int64_t c = 0; c < b.width; c++) s.k.centre[c] = (float)(mean[c] / (double)few.values());
+    guess_mean(b, x, s.k.centre);
     statistics_near(b, x, s.k.centre, s, mean, variance);
 }
 
@@ -399,14 +442,17 @@ INLINE vec value(vec x, vec dy, vec centre, vec scale, vec slope, vec shift) {
     return with_dy ? dy * scale + own : own;
 }
 
-template <bool with_dy, class T>
+// `past`: the caches.
+template <bool with_dy, bool past, class T>
 INLINE void write_channel(const Block &b, const T *x, const T *dy, const Coefficients &k, int64_t c, T *out) {
     const vec centre = splat(k.centre[c]), slope = splat(k.slope[c]), shift = splat(k.shift[c]);
     const vec scale = with_dy ? splat(k.scale[c]) : slope;
     const int64_t tail = b.space % LANES, whole = b.space - tail;
     for (int64_t n = 0; n < b.runs; n++, x += b.stride, dy += b.stride, out += b.stride) {
-        for (int64_t i = 0; i < whole; i += LANES)
-            store(out + i, value<with_dy>(load(x + i), with_dy ? load(dy + i) : slope, centre, scale, slope, shift));
+        for (int64_t i = 0; i < whole; i += LANES) {
+            const vec v = value<with_dy>(load(x + i), with_dy ? load(dy + i) : slope, centre, scale, slope, shift);
+            past ? store_past(out + i, v) : store(out + i, v);
+        }
         if (tail) {
             const vec e = with_dy ? load_some(dy + whole, tail) : slope;
             const vec v = value<with_dy>(load_some(x + whole, tail), e, centre, scale, slope, shift);
@@ -416,12 +462,13 @@ INLINE void write_channel(const Block &b, const T *x, const T *dy, const Coeffic
 }
 
 // A whole row after the other, with the coefficients from the first cache: the memory's bandwidth is what there is to gain.
-template <bool with_dy, class T>
+template <bool with_dy, bool past, class T>
 INLINE void write_row(int64_t width, const T *x, const T *dy, const Coefficients &k, T *out) {
     int64_t c = 0;
     for (; c + LANES <= width; c += LANES) {
         const vec slope = load(k.slope + c), e = with_dy ? load(dy + c) : slope, scale = with_dy ? load(k.scale + c) : slope;
-        store(out + c, value<with_dy>(load(x + c), e, load(k.centre + c), scale, slope, load(k.shift + c)));
+        const vec v = value<with_dy>(load(x + c), e, load(k.centre + c), scale, slope, load(k.shift + c));
+        past ? store_past(out + c, v) : store(out + c, v);
     }
     if (c < width) {
         const int64_t n = width - c;
@@ -433,27 +480,38 @@ INLINE void write_row(int64_t width, const T *x, const T *dy, const Coefficients
     }
 }
 
-template <bool with_dy, class T>
-void write_block(const Block &b, const T *x, const T *dy, const Coefficients &k, T *out) {
-    x += b.start;
-    dy += b.start;
-    out += b.start;
+template <bool with_dy, bool past, class T>
+void write_values(const Block &b, const T *x, const T *dy, const Coefficients &k, T *out) {
     if (!b.channels_last) {
         for (int64_t c = 0; c < b.width; c++) {
             const int64_t at = c * b.space;
-            write_channel<with_dy>(b, x + at, dy + at, k, c, out + at);
+            write_channel<with_dy, past>(b, x + at, dy + at, k, c, out + at);
         }
         return;
     }
     for (int64_t row = 0; row < b.rows; row++, x += b.stride, dy += b.stride, out += b.stride)
-        write_row<with_dy>(b.width, x, dy, k, out);
+        write_row<with_dy, past>(b.width, x, dy, k, out);
+}
+
+template <bool with_dy, class T>
+void write_block(const Block &b, bool past, const T *x, const T *dy, const Coefficients &k, T *out) {
+    x += b.start;
+    dy += b.start;
+    out += b.start;
+    const uint64_t step = (b.channels_last ? b.stride : b.space) * sizeof(T);
+    if (past && (uint64_t)out % LINE == 0 && step % LINE == 0) {
+        write_values<with_dy, true>(b, x, dy, k, out);
+        finish_stores();
+    } else {
+        write_values<with_dy, false>(b, x, dy, k, out);
+    }
 }
 
 // From the last chunk to the first: the last ones are still in cache.
 template <bool with_dy, class T>
-void write(const Block &whole, int64_t chunk, const T *x, const T *dy, const Coefficients &k, T *out) {
-    for (int64_t to = whole.steps(); to > 0; to -= chunk)
-        write_block<with_dy>(whole.part(most(0, to - chunk), to), x, dy, k, out);
+void write(const Block &whole, const Plan &plan, const T *x, const T *dy, const Coefficients &k, T *out) {
+    for (int64_t to = whole.steps(); to > 0; to -= plan.chunk)
+        write_block<with_dy>(whole.part(most(0, to - plan.chunk), to), plan.past, x, dy, k, out);
 }
 
 // ---- from statistics to coefficients ----
@@ -556,7 +614,7 @@ template <class T> void forward(const Forward &a, int64_t begin, int64_t end) {
         statistics(b, a.plan.chunk, x, scratch, mean, variance);
         forward_coefficients(b.width, per, mean, variance, a.eps, a.weight ? a.weight + c0 : nullptr,
                              a.bias ? a.bias + c0 : nullptr, a.group_mean + table, a.group_rstd + table, k);
-        write<false>(b, a.plan.chunk, x, x, k, (T *)a.y);
+        write<false>(b, a.plan, x, x, k, (T *)a.y);
     }
 }
 
@@ -570,7 +628,7 @@ template <class T> void backward(const Backward &a, int64_t begin, int64_t end) 
         sums<PRODUCTS>(b, x, dy, k.centre, scratch, out);
         backward_coefficients(b.width, per, (double)b.values(), a.weight ? a.weight + c0 : nullptr, a.group_mean + table,
                               a.group_rstd + table, out[0], out[1], out[2], k);
-        if (a.dx) write<true>(b, a.plan.chunk, x, dy, k, (T *)a.dx);
+        if (a.dx) write<true>(b, a.plan, x, dy, k, (T *)a.dx);
     }
 }
 
@@ -615,7 +673,7 @@ template <class T> void forward_join(const Forward &a, int64_t begin, int64_t en
 template <class T> void forward_write(const Forward &a, int64_t begin, int64_t end) {
     const T *x = (const T *)a.x;
     for (int64_t i = begin; i < end; i++)
-        write_block<false>(slice_block(a.shape, a.plan, i), x, x,
+        write_block<false>(slice_block(a.shape, a.plan, i), a.plan.past, x, x,
                            a.coefficients.from(i / a.plan.slices * a.shape.channels), (T *)a.y);
 }
 
@@ -648,7 +706,7 @@ template <class T> void backward_join(const Backward &a, int64_t begin, int64_t 
 
 template <class T> void backward_write(const Backward &a, int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++)
-        write_block<true>(slice_block(a.shape, a.plan, i), (const T *)a.x, (const T *)a.dy,
+        write_block<true>(slice_block(a.shape, a.plan, i), a.plan.past, (const T *)a.x, (const T *)a.dy,
                           a.coefficients.from(i / a.plan.slices * a.shape.channels), (T *)a.dx);
 }
 
@@ -676,7 +734,7 @@ template <class T> void infer(const Infer &a, int64_t begin, int64_t end) {
             const float rstd = (float)(1 / __builtin_sqrt(variance / per + a.eps));
             for (int64_t c = g; c < g + per; c++) set_coefficients(k, c, mean, rstd, weight, bias);
         }
-        write<false>(b, a.plan.chunk, x, x, k, (T *)a.y);
+        write<false>(b, a.plan, x, x, k, (T *)a.y);
     }
 }
 

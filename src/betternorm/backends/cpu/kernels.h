@@ -24,6 +24,7 @@ struct Shape {
 // numbers are the same either way.
 struct Plan {
     int64_t width, across, chunk, slices;
+    bool past;  // write past the caches
 };
 
 // out = (x - centre) * slope + shift, and with dy: + dy * scale

@@ -8,9 +8,9 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
-#include <memory>
 #include <optional>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "kernels.h"
@@ -24,8 +24,11 @@ using ScalarType = torch::headeronly::ScalarType;
 constexpr int64_t SERIAL_BELOW = 32768;  // values below which threads cost more than they bring, as in ATen
 constexpr int64_t WIDEST = 1024;         // channels last: channels of a unit, so much of a row is read at once
 constexpr int64_t SHORT = 256;           // contiguous: maps below which a unit takes several channels
-constexpr int64_t CHUNK = 128 << 10;    // bytes that are summed and centred while they are in cache
+constexpr int64_t CHUNK = 128 << 10;     // bytes that are summed and centred while they are in cache
 constexpr int64_t BLOCK = 64;            // channels of a table that are added up at a time
+// Bytes of an output from which on it is written past the caches: the layer by itself is then faster, and whole networks are
+// as fast with any limit from 2 to 16 MB.
+constexpr int64_t PAST_CACHES = 4 << 20;
 
 const Kernels *best_kernels() {
 #ifdef BETTERNORM_X86_LEVELS
@@ -138,7 +141,8 @@ Plan plan_for(const Shape &s, int64_t bytes_of_value, int64_t at_once, bool may_
         }
     }
     width = std::min((width + per - 1) / per * per, s.channels);
-    return {width, (s.channels + width - 1) / width, chunk, slices};
+    const bool past = s.examples * s.channels * s.space * bytes_of_value >= PAST_CACHES;
+    return {width, (s.channels + width - 1) / width, chunk, slices, past};
 }
 
 template <class Arguments>
@@ -147,15 +151,27 @@ void each(const Arguments &a, int64_t count, void (*work)(const Arguments &, int
     torch::stable::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) { work(a, begin, end); });
 }
 
-// Room for what slices leave behind.
-template <class Arguments> void slices(Arguments &a, std::vector<double> &parts, std::vector<float> &coefficients) {
-    const int64_t table = a.shape.groups * a.shape.channels, size = table * a.plan.slices;
-    parts.resize(std::size(a.parts) * size);
-    for (size_t i = 0; i < std::size(a.parts); i++) a.parts[i] = parts.data() + i * size;
-    coefficients.resize(4 * table);
-    float *k = coefficients.data();
-    a.coefficients = {k, k + table, k + 2 * table, k + 3 * table};
-}
+// Room for the numbers of one operator: tables of (groups, channels), the batch's own, and what slices leave behind. A thread
+// keeps it from call to call, since pages that are asked for anew each time cost more than what is computed in them.
+struct Room {
+    double *tables[2], *batch[2], *parts[3];
+    Coefficients coefficients;
+
+    Room(const Shape &s, const Plan &plan) {
+        static thread_local std::vector<double> held;
+        const int64_t C = s.channels, table = s.groups * C, part = plan.slices > 1 ? table * plan.slices : 0;
+        const size_t size = 2 * table + 2 * C + (part ? 3 * part + 2 * table : 0);
+        if (held.size() < size) held.resize(size);
+        double *next = held.data();
+        const auto take = [&](int64_t count) { return std::exchange(next, next + count); };
+        for (double *&t : tables) t = take(table);
+        for (double *&t : batch) t = take(C);
+        if (!part) return;
+        for (double *&t : parts) t = take(part);
+        float *const k = (float *)take(2 * table);
+        coefficients = {k, k + table, k + 2 * table, k + 3 * table};
+    }
+};
 
 // ---- tables of (groups, channels) ----
 
@@ -202,7 +218,7 @@ void add_rows(int64_t rows, int64_t C, const double *table, double *to) {
 
 struct Trained {
     Tensor y, mean, rstd;
-    std::vector<double> batch_mean, batch_variance;
+    const double *batch_mean, *batch_variance;  // until the next call
 };
 
 Trained train(const Tensor &given, const std::optional<Tensor> &weight, const std::optional<Tensor> &bias, int64_t groups,
@@ -211,29 +227,27 @@ Trained train(const Tensor &given, const std::optional<Tensor> &weight, const st
     const Shape s = shape_of(x, groups, channels_per_group);
     const Plan plan = plan_for(s, x.element_size(), CHUNK, true);
     const Kernels &kernels = kernels_for(x.scalar_type());
-    const int64_t C = s.channels, K = C / channels_per_group, G = groups, size = G * C;
-    Trained t{torch::stable::empty_like(x), empty({G, K}), empty({G, K}), std::vector<double>(C), std::vector<double>(C)};
-    const std::unique_ptr<double[]> table(new double[2 * size]);
-    std::vector<double> parts;
-    std::vector<float> coefficients;
+    const Room room(s, plan);
+    const int64_t C = s.channels, K = C / channels_per_group;
     std::vector<Tensor> kept;
-    Forward a{s, plan, x.const_data_ptr(), floats("weight", weight, C, kept), floats("bias", bias, C, kept), eps,
-              t.y.mutable_data_ptr(), numbers(t.mean), numbers(t.rstd), table.get(), table.get() + size, {}, {}};
+    const float *const gamma = floats("weight", weight, C, kept), *const beta = floats("bias", bias, C, kept);
+    Trained t{torch::stable::empty_like(x), empty({groups, K}), empty({groups, K}), room.batch[0], room.batch[1]};
+    const Forward a{s, plan, x.const_data_ptr(), gamma, beta, eps, t.y.mutable_data_ptr(), numbers(t.mean), numbers(t.rstd),
+                    room.tables[0], room.tables[1], {room.parts[0], room.parts[1]}, room.coefficients};
     if (plan.slices == 1) {
-        each(a, G * plan.across, kernels.forward);
+        each(a, groups * plan.across, kernels.forward);
     } else {
-        slices(a, parts, coefficients);
-        each(a, G * plan.slices, kernels.forward_statistics);
-        each(a, G, kernels.forward_join);
-        each(a, G * plan.slices, kernels.forward_write);
+        each(a, groups * plan.slices, kernels.forward_statistics);
+        each(a, groups, kernels.forward_join);
+        each(a, groups * plan.slices, kernels.forward_write);
     }
-    batch_statistics(s, a.mean, a.variance, t.batch_mean.data(), t.batch_variance.data());
+    batch_statistics(s, a.mean, a.variance, room.batch[0], room.batch[1]);
     return t;
 }
 
-Tensor as_floats(const std::vector<double> &values) {
-    const Tensor t = empty({(int64_t)values.size()});
-    std::copy(values.begin(), values.end(), numbers(t));
+Tensor as_floats(const double *values, int64_t count) {
+    const Tensor t = empty({count});
+    std::copy(values, values + count, numbers(t));
     return t;
 }
 
@@ -241,7 +255,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(const Tensor &x, cons
                                                            const std::optional<Tensor> &bias, int64_t groups,
                                                            int64_t channels_per_group, double eps) {
     const Trained t = train(x, weight, bias, groups, channels_per_group, eps);
-    return {t.y, t.mean, t.rstd, as_floats(t.batch_mean), as_floats(t.batch_variance)};
+    return {t.y, t.mean, t.rstd, as_floats(t.batch_mean, x.size(1)), as_floats(t.batch_variance, x.size(1))};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward_and_track(
@@ -254,13 +268,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward_and_track(
     }
     const Trained t = train(x, weight, bias, groups, channels_per_group, eps);
     float *M = numbers(running_mean), *V = numbers(running_var);
-    for (size_t c = 0; c < t.batch_mean.size(); c++) {
+    for (int64_t c = 0; c < x.size(1); c++) {
         const double step = t.batch_mean[c] - M[c], rest = 1 - momentum;
         V[c] = (float)(rest * V[c] + momentum * t.batch_variance[c] + momentum * rest * step * step);
         // Not a step from where it is: infinity would turn into NaN one batch later, and in torch's layer it does not.
         M[c] = (float)(rest * M[c] + momentum * t.batch_mean[c]);
     }
-    return {t.y, t.mean, t.rstd, as_floats(t.batch_mean), as_floats(t.batch_variance)};
+    return {t.y, t.mean, t.rstd, as_floats(t.batch_mean, x.size(1)), as_floats(t.batch_variance, x.size(1))};
 }
 
 std::tuple<Tensor, Tensor, Tensor> backward(const Tensor &given_dy, const Tensor &given_x,
@@ -271,25 +285,23 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor &given_dy, const Tensor
     const Shape s = shape_of(x, G, C / K);
     const Plan plan = plan_for(s, x.element_size(), 0, true);
     const Kernels &kernels = kernels_for(x.scalar_type());
-    const Tensor dx = need_dx ? torch::stable::empty_like(x) : empty({0});
-    const std::unique_ptr<double[]> table(new double[2 * G * C]);
-    std::vector<double> parts;
-    std::vector<float> coefficients;
+    const Room room(s, plan);
     std::vector<Tensor> kept;
-    Backward a{s, plan, dy.const_data_ptr(), x.const_data_ptr(), floats("weight", weight, C, kept), numbers(mean),
-               numbers(rstd), need_dx ? dx.mutable_data_ptr() : nullptr, table.get(), table.get() + G * C, {}, {}};
+    const float *const gamma = floats("weight", weight, C, kept);
+    const Tensor dx = need_dx ? torch::stable::empty_like(x) : empty({0});
+    const Backward a{s, plan, dy.const_data_ptr(), x.const_data_ptr(), gamma, numbers(mean), numbers(rstd),
+                     need_dx ? dx.mutable_data_ptr() : nullptr, room.tables[0], room.tables[1],
+                     {room.parts[0], room.parts[1], room.parts[2]}, room.coefficients};
     if (plan.slices == 1) {
         each(a, G * plan.across, kernels.backward);
     } else {
-        slices(a, parts, coefficients);
         each(a, G * plan.slices, kernels.backward_sums);
         each(a, G, kernels.backward_join);
         if (need_dx) each(a, G * plan.slices, kernels.backward_write);
     }
-    std::vector<double> dweight(C), dbias(C);
-    add_rows(G, C, a.dot, dweight.data());
-    add_rows(G, C, a.sum, dbias.data());
-    return {dx, as_floats(dweight), as_floats(dbias)};
+    add_rows(G, C, a.dot, room.batch[0]);
+    add_rows(G, C, a.sum, room.batch[1]);
+    return {dx, as_floats(room.batch[0], C), as_floats(room.batch[1], C)};
 }
 
 Tensor infer(const Tensor &given, const Tensor &running_mean, const Tensor &running_var, const std::optional<Tensor> &weight,
