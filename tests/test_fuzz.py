@@ -174,9 +174,8 @@ def backend(request: pytest.FixtureRequest) -> Any:
             patch.setattr(functional, "fused", lambda *tensors: False)
         elif request.param == "triton":  # the kernels of GPUs, on tensors of the CPU
             patch.setattr(functional, "fused", lambda x, *others: x.dtype in FUSED_TYPES)
-            for name in ("forward", "backward", "infer"):
+            for name in ("forward", "forward_and_track", "backward", "infer"):
                 patch.setattr(operators, f"_{name}", getattr(operators, f"_cuda_{name}"))
-            patch.setattr(operators, "_forward_and_track", operators._cuda_forward)
         elif not cpu.loaded:
             pytest.skip(cpu.status)
         yield request.param

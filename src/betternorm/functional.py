@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -31,6 +33,7 @@ def grouped_batch_norm(
     running_mean: Tensor | None = None,
     running_var: Tensor | None = None,
     momentum: float = 0.1,
+    num_batches_tracked: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     r"""Normalise with the statistics of groups of examples, channels and space.
 
@@ -46,12 +49,15 @@ def grouped_batch_norm(
         process_group: where given, the examples of all its processes, in the order of rank, are the batch.
         running_mean, running_var: moving averages, (C), updated in place where they are given, with weight ``momentum``
             on this batch: those of x and of x², whatever the groups.
+        num_batches_tracked: counted up by one with them.
 
     Returns:
         The output, and the mean and biased variance of every channel over the whole batch; the two carry no gradient.
     """
     across = process_group is not None and dist.get_world_size(process_group) > 1
-    averages = () if running_mean is None or running_var is None else (running_mean, running_var, momentum)
+    averages: tuple[Any, ...] = ()
+    if running_mean is not None and running_var is not None:
+        averages = (running_mean, running_var, momentum, num_batches_tracked)
     if not across and fused(x, weight, bias):
         groups = number_of_groups(x.shape[0], examples_per_group)
         if averages and not running_mean.dtype == running_var.dtype == torch.float32:  # type: ignore[union-attr]
@@ -68,7 +74,7 @@ def grouped_batch_norm(
         groups = number_of_groups(x.shape[0], examples_per_group)
         y, mean, var = plain.normalise(x, weight, bias, groups, channels_per_group, eps)
     if averages:
-        update_moving_averages(*averages[:2], mean, var, momentum)
+        plain.track(mean, var, *averages)
     return y, mean, var
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from betternorm import functional
-from betternorm.backends import tracing
+from betternorm.backends import plain, tracing
 from betternorm.backends.distributed import ProcessGroup
 
 # Functions of torch and of other libraries that put a layer of theirs in the place of a batch norm, or take it into the
@@ -231,10 +231,7 @@ class GroupedBatchNorm(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
         running_mean, running_var = buffers.get("running_mean"), buffers.get("running_var")
         if self.training or running_mean is None or running_var is None:
             self._check_group_has_values(input)
-            momentum = self._weight_of_batch()
-            output = self._normalise_batch(input, momentum)
-            if momentum is not None and (batches := buffers.get("num_batches_tracked")) is not None:
-                batches.add_(1)
+            output = self._normalise_batch(input, self._weight_of_batch())
         else:
             output = functional.weighed_batch_norm(
                 input,
@@ -251,7 +248,7 @@ class GroupedBatchNorm(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
         return output
 
     def _normalise_batch(self, input: Tensor, momentum: float | None) -> Tensor:
-        """The output in training; moves the averages by ``momentum`` toward the batch, where it is given."""
+        """The output in training; counts the batch and moves the averages by ``momentum`` toward it, where given."""
         return functional.grouped_batch_norm(
             input,
             self.weight,
@@ -260,13 +257,19 @@ class GroupedBatchNorm(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
             self.examples_per_group,
             self.eps,
             self._processes(),
-            *(() if momentum is None else (self._buffers["running_mean"], self._buffers["running_var"], momentum)),
+            *self._averages(momentum),
         )[0]
 
+    def _averages(self, momentum: float | None) -> tuple[Any, ...]:
+        if momentum is None:
+            return ()
+        buffers = self._buffers
+        return buffers["running_mean"], buffers["running_var"], momentum, buffers.get("num_batches_tracked")
+
     def _track(self, mean: Tensor, var: Tensor, momentum: float | None) -> None:
-        """Move the averages toward the batch; for subclasses that have its statistics from elsewhere."""
+        """Count the batch and move the averages; for subclasses that have its statistics from elsewhere."""
         if momentum is not None:
-            functional.update_moving_averages(self.running_mean, self.running_var, mean, var, momentum)
+            plain.track(mean, var, *self._averages(momentum))
 
     def _weight_of_batch(self) -> float | None:
         """The weight of this batch in the moving averages; None where they stay, or the batch was counted before."""
@@ -301,6 +304,8 @@ class GroupedBatchNorm(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
             raise TypeError(f"expected a floating-point input, got {input.dtype}; convert it with input.float()")
 
     def _check_group_has_values(self, input: Tensor) -> None:
+        if input.numel() > input.shape[0] * self.num_features:
+            return  # two values or more of each example
         if self._processes() is not None:
             return  # the batch is larger than what this process sees
         if input.numel() == 0:

@@ -1,8 +1,8 @@
 """The operators that the compiled backends implement: schemas, shape functions and gradients.
 
 They go through torch's dispatcher, so that every tool that looks at a network sees them. `forward` and `backward` are
-training; `forward_and_track` is `forward` with the moving averages updated in the same call; `infer` is inference with
-weight alpha on the example's own statistics. CPU kernels are registered by `cpu/operators.cpp`.
+training; `forward_and_track` is `forward` with the moving averages updated, and the batch counted, in the same call; `infer`
+is inference with weight alpha on the example's own statistics. CPU kernels are registered by `cpu/operators.cpp`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from betternorm.backends import plain
 Five = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 _TRAINING = "Tensor x, Tensor? weight, Tensor? bias, SymInt groups, int channels_per_group, float eps"
-_AVERAGES = "Tensor(a!) running_mean, Tensor(b!) running_var, float momentum"
+_AVERAGES = "Tensor(a!) running_mean, Tensor(b!) running_var, float momentum, Tensor(c!)? batches"
 _library = torch.library.Library("betternorm", "DEF")
 _library.define(f"forward({_TRAINING}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
 _library.define(f"forward_and_track({_TRAINING}, {_AVERAGES}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
@@ -47,17 +47,16 @@ def normalise(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Training: the output, and the mean and biased variance of every channel over the batch.
 
-    ``averages``: running_mean, running_var and momentum, or nothing.
+    ``averages``: running_mean, running_var, momentum and num_batches_tracked, which may be None; or nothing.
     """
     if torch.compiler.is_compiling():
         # Straight to the operator: torch.compile makes every gradient that it hands to a Function contiguous, which for
         # channels_last is a copy there and a copy back. The steps of the moving averages are joined by the compiler.
         y, _, _, mean, var = _forward(x, weight, bias, groups, channels_per_group, eps)
         if averages:
-            running_mean, running_var, momentum = averages
-            plain.update_moving_averages(running_mean, running_var, mean, var, momentum)
+            plain.track(mean, var, *averages)
         return y, mean, var
-    y, mean, var = _Normalise.apply(x, weight, bias, groups, channels_per_group, eps, *averages)  # type: ignore[no-untyped-call]
+    y, mean, var = _Normalise.apply(x, weight, bias, (groups, channels_per_group, eps), averages)  # type: ignore[no-untyped-call]
     return y, mean, var
 
 
@@ -88,32 +87,40 @@ class _Normalise(torch.autograd.Function):
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        groups: int,
-        channels_per_group: int,
-        eps: float,
-        *averages: Any,
+        groups: tuple[int, int, float],
+        averages: tuple[Any, ...],
     ) -> tuple[Tensor, Tensor, Tensor]:
         if averages:
-            output = _forward_and_track(x, weight, bias, groups, channels_per_group, eps, *averages)
-            torch.autograd.graph.increment_version(averages[:2])
+            y, mean, rstd, batch_mean, batch_var = _forward_and_track(x, weight, bias, *groups, *averages)
+            torch.autograd.graph.increment_version([t for t in averages if isinstance(t, Tensor)])
         else:
-            output = _forward(x, weight, bias, groups, channels_per_group, eps)
-        _set_up(ctx, (x, weight, bias, groups, channels_per_group, eps), output)
-        ctx.inputs = 6 + len(averages)
-        return output[0], output[3], output[4]
+            y, mean, rstd, batch_mean, batch_var = _forward(x, weight, bias, *groups)
+        _keep(ctx, x, weight, bias, groups, mean, rstd)
+        ctx.mark_non_differentiable(batch_mean, batch_var)
+        return y, batch_mean, batch_var
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, *unused: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (*_gradients(ctx, dy), *(None,) * (ctx.inputs - 3))
+        return (*_gradients(ctx, dy), None, None)
+
+
+def _keep(
+    ctx: Any,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    groups: tuple[int, int, float],
+    mean: Tensor,
+    rstd: Tensor,
+) -> None:
+    ctx.save_for_backward(x, weight, mean, rstd)
+    ctx.groups, ctx.bias_type = groups, None if bias is None else bias.dtype
+    ctx.set_materialize_grads(False)
 
 
 def _set_up(ctx: Any, inputs: tuple[Any, ...], output: Five) -> None:
-    x, weight, bias, ctx.groups, ctx.channels_per_group, ctx.eps = inputs
-    _, mean, rstd, batch_mean, batch_var = output
-    ctx.bias_type = None if bias is None else bias.dtype
-    ctx.save_for_backward(x, weight, mean, rstd)
-    ctx.mark_non_differentiable(mean, rstd, batch_mean, batch_var)
-    ctx.set_materialize_grads(False)
+    _keep(ctx, *inputs[:3], inputs[3:], *output[1:3])
+    ctx.mark_non_differentiable(*output[1:])
 
 
 def _gradients(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -136,7 +143,7 @@ def _differentiable_gradients(
     ctx: Any, dy: Tensor, x: Tensor, weight: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Somebody differentiates the gradient: through the plain form, where autograd sees every step."""
-    y, _, _ = plain.normalise(x, weight, None, ctx.groups, ctx.channels_per_group, ctx.eps)
+    y, _, _ = plain.normalise(x, weight, None, *ctx.groups)
     need_dx, need_dweight, need_dbias = ctx.needs_input_grad[:3]
     wanted = [t for t, need in ((x, need_dx), (weight, need_dweight)) if need and t is not None]
     found = list(torch.autograd.grad(y, wanted, dy, create_graph=True)) if wanted else []
@@ -228,6 +235,13 @@ def _cuda_forward(*inputs: Any) -> Five:
     return found
 
 
+def _cuda_forward_and_track(*inputs: Any) -> Five:
+    *inputs, batches = inputs  # type: ignore[assignment]
+    if batches is not None:
+        batches.add_(1)
+    return _cuda_forward(*inputs)
+
+
 def _cuda_backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, need_dx: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -242,6 +256,6 @@ def _cuda_infer(*inputs: Any) -> Tensor:
 
 
 _library.impl("forward", _cuda_forward, "CUDA")
-_library.impl("forward_and_track", _cuda_forward, "CUDA")
+_library.impl("forward_and_track", _cuda_forward_and_track, "CUDA")
 _library.impl("backward", _cuda_backward, "CUDA")
 _library.impl("infer", _cuda_infer, "CUDA")

@@ -117,6 +117,15 @@ def update_moving_averages(
         running_mean.mul_(1 - momentum).add_(mean, alpha=momentum)
 
 
+def track(
+    mean: Tensor, var: Tensor, running_mean: Tensor, running_var: Tensor, momentum: float, batches: Tensor | None
+) -> None:
+    """Move the averages toward the batch, whose mean and variance come first, and count it."""
+    update_moving_averages(running_mean, running_var, mean, var, momentum)
+    if batches is not None:
+        batches.add_(1)
+
+
 # ---- tables of (N, C) ----
 
 

@@ -260,13 +260,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(const Tensor &x, cons
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward_and_track(
     const Tensor &x, const std::optional<Tensor> &weight, const std::optional<Tensor> &bias, int64_t groups,
-    int64_t channels_per_group, double eps, Tensor running_mean, Tensor running_var, double momentum) {
+    int64_t channels_per_group, double eps, Tensor running_mean, Tensor running_var, double momentum,
+    std::optional<Tensor> batches) {
     for (const auto &[name, t] : {std::pair("running_mean", &running_mean), std::pair("running_var", &running_var)}) {
         check_vector(name, *t, x.size(1));
         STD_TORCH_CHECK(t->scalar_type() == ScalarType::Float && t->is_contiguous(), "betternorm: ", name,
                         " has to be contiguous float32");
     }
+    if (batches) {
+        STD_TORCH_CHECK(batches->is_cpu() && batches->scalar_type() == ScalarType::Long && batches->numel() == 1,
+                        "betternorm: num_batches_tracked has to be one int64 on the CPU");
+    }
     const Trained t = train(x, weight, bias, groups, channels_per_group, eps);
+    if (batches) ++*(int64_t *)batches->mutable_data_ptr();
     float *M = numbers(running_mean), *V = numbers(running_var);
     for (int64_t c = 0; c < x.size(1); c++) {
         const double step = t.batch_mean[c] - M[c], rest = 1 - momentum;
