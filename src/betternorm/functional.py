@@ -58,7 +58,10 @@ def grouped_batch_norm(
     averages: tuple[Any, ...] = ()
     if running_mean is not None and running_var is not None:
         averages = (running_mean, running_var, momentum, num_batches_tracked)
-    if not across and fused(x, weight, bias):
+    # In a compiled network the compiler joins the plain form with the activation that follows, and that is faster. Not
+    # so with groups of channels, where it does not keep their statistics but computes them anew for every value.
+    left_to_compiler = torch.compiler.is_compiling() and channels_per_group == 1
+    if not across and not left_to_compiler and fused(x, weight, bias):
         groups = number_of_groups(x.shape[0], examples_per_group)
         if averages and not running_mean.dtype == running_var.dtype == torch.float32:  # type: ignore[union-attr]
             y, mean, var = operators.normalise(x, weight, bias, groups, channels_per_group, eps)

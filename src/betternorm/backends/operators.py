@@ -1,8 +1,8 @@
 """The operators that the compiled backends implement: schemas, shape functions and gradients.
 
 They go through torch's dispatcher, so that every tool that looks at a network sees them. `forward` and `backward` are
-training; `forward_and_track` is `forward` with the moving averages updated, and the batch counted, in the same call; `infer`
-is inference with weight alpha on the example's own statistics. CPU kernels are registered by `cpu/operators.cpp`.
+training; `forward_and_track` is `forward` that moves the averages and counts the batch in the same call; `infer` is
+inference with weight alpha on the example's own statistics. CPU kernels are registered by `cpu/operators.cpp`.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ Five = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 _TRAINING = "Tensor x, Tensor? weight, Tensor? bias, SymInt groups, int channels_per_group, float eps"
 _AVERAGES = "Tensor(a!) running_mean, Tensor(b!) running_var, float momentum, Tensor(c!)? batches"
 _library = torch.library.Library("betternorm", "DEF")
-_library.define(f"forward({_TRAINING}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
-_library.define(f"forward_and_track({_TRAINING}, {_AVERAGES}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
-_library.define(
-    "backward(Tensor dy, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, bool need_dx) -> (Tensor, Tensor, Tensor)"
-)
-_library.define(
+for _schema in (
+    f"forward({_TRAINING}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"forward_and_track({_TRAINING}, {_AVERAGES}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "backward(Tensor dy, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, bool need_dx) -> (Tensor, Tensor, Tensor)",
     "infer(Tensor x, Tensor running_mean, Tensor running_var, Tensor? weight, Tensor? bias, Tensor alpha,"
-    " int channels_per_group, float eps) -> Tensor"
-)
+    " int channels_per_group, float eps) -> Tensor",
+):
+    # Without the tag a compiler copies what it has laid out in another way than the traced program.
+    _library.define(_schema, tags=(torch.Tag.flexible_layout,))
 
 _forward = torch.ops.betternorm.forward.default
 _forward_and_track = torch.ops.betternorm.forward_and_track.default
@@ -119,7 +119,8 @@ def _keep(
 
 
 def _set_up(ctx: Any, inputs: tuple[Any, ...], output: Five) -> None:
-    _keep(ctx, *inputs[:3], inputs[3:], *output[1:3])
+    x, weight, bias, *groups = inputs
+    _keep(ctx, x, weight, bias, tuple(groups), output[1], output[2])  # type: ignore[arg-type]
     ctx.mark_non_differentiable(*output[1:])
 
 
