@@ -120,7 +120,7 @@ def _keep(
 
 def _set_up(ctx: Any, inputs: tuple[Any, ...], output: Five) -> None:
     x, weight, bias, *groups = inputs
-    _keep(ctx, x, weight, bias, tuple(groups), output[1], output[2])  # type: ignore[arg-type]
+    _keep(ctx, x, weight, bias, tuple(groups), output[1], output[2])
     ctx.mark_non_differentiable(*output[1:])
 
 
