@@ -61,25 +61,28 @@ def infer_lean(
 ) -> Tensor:
     """`infer` for graphs that others run: two reductions and one multiply-add, and little beside.
 
-    Centred on the moving mean, the mixed variance is (1 - a) V + a E[x²] - a² E[x]². That loses at most a factor of
-    1 / (1 - a) in precision, whatever the input: E[x²] is never less than E[x]². Only for an alpha near 1, and an
-    example whose mean lies many standard deviations from the moving one, is `infer` more exact.
+    With d the distance from the moving mean, the mixed variance is (1 - a) V + a E[d²] - a² E[d]². That loses at most a
+    factor of 1 / (1 - a) in precision, whatever the input: E[d²] is never less than E[d]². Only for an alpha near 1,
+    and an example whose mean lies many standard deviations from the moving one, is `infer` more exact.
+
+    What is computed for every value is d times the root of a. Runtimes fold the addition and the multiplication into
+    the convolution before, so that E of the square comes with its a for nothing.
     """
     narrow = x.dtype in (torch.float16, torch.bfloat16)
     running_mean, running_var = (_along_space(_at_least_float32(t), x) for t in (running_mean, running_var))
     alpha = alpha.to(running_mean.dtype)
-    # Added, not subtracted: runtimes fold an addition into the bias of the convolution before it.
-    centred = (x.float() if narrow else x) + -running_mean
-    own_mean, own_square = _mean_over_space(centred), _mean_over_space(centred * centred)
-    mean = alpha * own_mean
-    own_part = torch.relu(alpha * own_square - mean * mean)  # for alpha = 1, where rounding could make it negative
+    root = alpha.sqrt()
+    scaled = ((x.float() if narrow else x) + -running_mean) * root
+    own_mean, own_square = _mean_over_space(scaled), _mean_over_space(scaled * scaled)
+    mean = alpha * own_mean  # of d, times a and the root of a
+    own_part = torch.relu(own_square - own_mean * mean)  # for alpha = 1, where rounding could make it negative
     var = (1 - alpha) * running_var + eps + own_part
     if channels_per_group > 1:
-        mean, var = total(mean + running_mean, var, lambda table: over_channels(table, channels_per_group))
-        mean = mean - running_mean
-    scale = torch.rsqrt(var) if weight is None else _along_space(weight, x) / var.sqrt()
+        mean, var = total(mean / root + running_mean, var, lambda table: over_channels(table, channels_per_group))
+        mean = (mean - running_mean) * root
+    scale = torch.rsqrt(var) / root if weight is None else (_along_space(weight, x) / root) / var.sqrt()
     shift = -mean * scale if bias is None else _along_space(bias, x) - mean * scale
-    y = centred * scale + shift
+    y = scaled * scale + shift
     return y.to(x.dtype) if narrow else y
 
 
