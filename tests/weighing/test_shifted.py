@@ -118,6 +118,51 @@ def test_layers_are_fitted_on_shifted_data_too() -> None:
     assert get_alpha(model) == {"0": pytest.approx(0.2, abs=0.04), "1": pytest.approx(0.5, abs=0.04)}
 
 
+@pytest.mark.parametrize(("most", "layer", "alpha"), [(None, "0", 0.2), (0.0, "1", 0.1)])
+def test_the_rule_chooses_among_layers(most: float | None, layer: str, alpha: float) -> None:
+    """The first layer gains most on the whole and costs clean data; the second gains a little on both."""
+
+    def both(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
+        alphas = torch.stack([torch.zeros(()) if layer._alpha is None else layer._alpha for layer in model])
+        return (alphas - batch[0]).square().sum(1), batch[1]
+
+    x = torch.tensor([0.0, 0.1]) + 0.02 * torch.randn(400, 2, generator=torch.Generator().manual_seed(1))
+    shifts = {"shifted": lambda x: x + torch.tensor([0.4, 0.0])}
+    model = two_layers()
+    found = tune_alpha(
+        model,
+        batches(x, torch.zeros(400), 20),
+        (),
+        error,
+        shifts=shifts,
+        max_clean_loss=most,
+        forward=both,
+        layers=1,
+    )
+    assert found.few_layers is not None
+    assert found.few_layers.certain
+    assert get_alpha(model) == {"0": 0.0, "1": 0.0} | {layer: pytest.approx(alpha, abs=0.03)}
+    gain = found.few_layers.rows[0].gain
+    assert gain.difference == pytest.approx(-0.04 if most is None else -0.01, abs=0.003)
+    clean = found.few_layers.gains["error"]
+    assert clean.difference == pytest.approx(0.04 if most is None else -0.01, abs=0.003)
+
+
+def test_a_few_layers_of_a_classifier_under_corruptions(images: Tensor, labels: Tensor, tmp_path: Path) -> None:
+    found = tune_alpha(
+        small_network(),
+        batches(images.sigmoid(), labels),
+        shifts=corruptions(["noise:3", "fog:1"]),
+        layers=1,
+        insist=True,
+    )
+    assert found.few_layers is not None
+    assert len(found.few_layers.alphas) <= 1
+    assert "mean over clean and shifted data" in str(found)
+    found.save(tmp_path / "found.json")
+    assert AlphaSearch.load(tmp_path / "found.json") == found
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -127,6 +172,7 @@ def test_layers_are_fitted_on_shifted_data_too() -> None:
         ({"max_clean_loss": 1.0}, "give shifts=... too"),
         ({"shifts": {"a": brighter}, "max_clean_loss": -1.0}, "max_clean_loss=-1.0 must be 0 or more"),
         ({"shifts": {"a": wanted(0.5)}, "per_layer": True}, "'a' is a loader"),
+        ({"shifts": {"a": wanted(0.5)}, "layers": 1}, "layers=1 fits alphas on .* 'a' is a loader"),
         ({"shifts": {"a": brighter}, "objective": "ece"}, "'ece' is no mean over examples"),
     ],
 )

@@ -5,6 +5,9 @@ objective by every layer's alpha at 0, and only the steepest are tried, one at a
 one alpha make a parabola for each, and so a best alpha and a gain. The layers with the largest gains are then set
 together, at a part of those alphas, since what they do overlaps. That is at most 17 forward passes' worth (a backward
 pass counted as two) for up to five layers, however many the network has.
+
+Under shifts every one of these runs on the clean data and on every shift. Layers are ranked by the mean over all of
+them, and the rule for the clean data takes one of the settings that were tried.
 """
 
 from __future__ import annotations
@@ -15,13 +18,14 @@ import torch
 from torch import Tensor
 
 from betternorm.display.progress import Bar
-from betternorm.weighing.batches import device_of, evaluating
-from betternorm.weighing.evaluation import Evaluations, Setting
+from betternorm.weighing.batches import device_of, evaluating, with_input_changed
+from betternorm.weighing.evaluation import Evaluations, Setting, under
 from betternorm.weighing.evidence import ENOUGH_TO_JUDGE, Gain, gain_between
 from betternorm.weighing.folds import Folds
 from betternorm.weighing.metrics import CALIBRATED, SHARES
 from betternorm.weighing.per_layer import _loss, _replaced
 from betternorm.weighing.result import AlphaSearch, FewLayers, LayersRow
+from betternorm.weighing.shifted import ShiftedSets
 from betternorm.weighing.temperature import best_inverse
 
 SHOWN = (1, 3, 5)  # the numbers of layers that the table shows beside the one that was asked for
@@ -45,34 +49,115 @@ def check_layers(count: int, layers: Sequence[str], baseline: float) -> None:
         )
 
 
-def tune_few_layers(evaluations: Evaluations, split: Folds, single: AlphaSearch, count: int, seed: int) -> FewLayers:
+def tune_few_layers(
+    evaluations: Evaluations, split: Folds, single: AlphaSearch, count: int, seed: int, sets: ShiftedSets | None = None
+) -> FewLayers:
     """Find ``count`` layers to have an alpha, and judge them on the folds that one alpha for all was judged on."""
-    aim = single.objective
+    aim = _Aim(evaluations, split, single, seed, sets)
     before = evaluations.passes
     counts = sorted({k for k in (*SHOWN, count) if k <= len(evaluations.layers)})
-    ranked = _ranked(evaluations, aim, max(*counts, CANDIDATES))
-    _try_together(evaluations, aim, ranked, counts, count)
+    ranked = _ranked(aim, max(*counts, CANDIDATES))
+    _try_together(aim, ranked, counts, count)
     work = _work(evaluations)
-    rows = [_judged(evaluations, split, single, k, work, seed) for k in counts]
-    of_all = single.gains[aim]
-    rows.append(
-        LayersRow(len(evaluations.layers), dict.fromkeys(evaluations.layers, single.best[aim]), of_all, 1.0, 1.0)
-    )
+    rows = [aim.judged(k, work) for k in counts]
+    rows.append(LayersRow(len(evaluations.layers), dict.fromkeys(evaluations.layers, aim.single), aim.of_all, 1.0, 1.0))
     for row in rows:
-        row.share = row.gain.difference / of_all.difference if of_all.difference else float("nan")
+        row.share = row.gain.difference / aim.of_all.difference if aim.of_all.difference else float("nan")
     chosen = next(row for row in rows if row.layers == count)
-    others = {
-        metric: _gain(evaluations, split, single, metric, count, seed) for metric in single.gains if metric != aim
-    }
+    gains = {metric: aim.gain(metric, count) for metric in single.gains}
+    certain = chosen.gain.is_certain(evaluations.metrics[single.objective]) and single.judged_on >= ENOUGH_TO_JUDGE
     return FewLayers(
         layers=count,
         alphas=chosen.alphas,
-        gains={aim: chosen.gain} | others,
+        gains=gains,
         rows=rows,
-        certain=chosen.gain.is_certain(evaluations.metrics[aim]) and single.judged_on >= ENOUGH_TO_JUDGE,
+        certain=certain and (sets is None or sets.allows(gains[single.objective])),
         passes=evaluations.passes - before + 1,
         evaluations=SLOPES_COST + len(_settings(evaluations, len(evaluations.layers))) - 1,
     )
+
+
+class _Aim:
+    """What layers are chosen for: a metric on the data, or what a rule makes of it on clean and on shifted data.
+
+    Attributes:
+        single: one alpha for all layers, the best.
+        of_all: what it gains.
+        guide: a metric that says how good a layer is, smooth where the objective is not.
+        guides: its names on all sets.
+    """
+
+    def __init__(
+        self, evaluations: Evaluations, split: Folds, single: AlphaSearch, seed: int, sets: ShiftedSets | None
+    ) -> None:
+        objective = single.objective
+        self.evaluations, self._split, self._seed, self._sets = evaluations, split, seed, sets
+        self._objective, self._confidence = objective, single.confidence
+        self.single, self.of_all = single.best[objective], single.gains[objective]
+        self.guide = CALIBRATED if objective in SHARES and CALIBRATED in evaluations.values else objective
+        self.guides = [self.guide]
+        if sets is not None and single.shifts is not None:
+            self.single, self.of_all = sets.chosen, single.shifts.mean
+            self.guide = sets.guide.name
+            self.guides = [self.guide, *(under(self.guide, shift) for shift in sets.functions)]
+
+    def loss(self, setting: Setting) -> float:
+        """How bad a setting is by the guide: the mean over all sets."""
+        sign = -1 if self.evaluations.metrics[self.guide].higher_is_better else 1
+        averages = [self.evaluations.average(name, self.evaluations.values[name][setting]) for name in self.guides]
+        return sign * sum(averages) / len(averages)
+
+    def judged(self, count: int, work: dict[str, float]) -> LayersRow:
+        """What at most so many layers gain in the objective, or in what the rule weighs."""
+        setting = self._best(count)
+        values = setting if isinstance(setting, tuple) else (setting,) * len(self.evaluations.layers)
+        alphas = {name: alpha for name, alpha in zip(self.evaluations.layers, values, strict=True) if alpha != 0}
+        if self._sets is None:
+            gain = self.gain(self._objective, count)
+        else:
+            chosen = self._without_each_fold(count)
+            held_out = {
+                name: self._split.held_out(metric, chosen.__getitem__)
+                for name, (_, metric) in self._sets.sets().items()
+            }
+            tried = _settings(self.evaluations, count)[1:]
+            gain = self._sets.mean_gain(held_out, self._confidence, self._seed, tried=tried)
+        return LayersRow(count, alphas, gain, float("nan"), sum(work[name] for name in alphas))
+
+    def gain(self, metric: str, count: int) -> Gain:
+        """What they gain in a metric on the clean data, each fold with what is best without it."""
+        evaluations, chosen = self.evaluations, self._without_each_fold(count)
+        tried: list[Setting] = []
+        if metric == self._objective and self._sets is None:
+            tried = _settings(evaluations, count)[1:]
+        return gain_between(
+            evaluations.metrics[metric],
+            self._split.as_trained(metric),
+            self._split.held_out(metric, chosen.__getitem__),
+            evaluations.counts[metric],
+            evaluations.units(metric),
+            [evaluations.numbers(metric, setting) for setting in tried],
+            self._confidence,
+            self._seed,
+        )
+
+    def _without_each_fold(self, count: int) -> list[Setting]:
+        return [self._best(count, fold) for fold in range(self._split.count)]
+
+    def _best(self, count: int, without: int | None = None) -> Setting:
+        """The best setting with at most so many layers, on all the data or without a fold."""
+        evaluations, objective = self.evaluations, self._objective
+        where = None if without is None else self._split.of(objective) != without
+        settings = _settings(evaluations, count)
+        if self._sets is not None:
+            chosen: Setting = self._sets.choose(lambda name: where, settings)
+            return chosen
+        scores = [evaluations.average(objective, evaluations.values[objective][setting], where) for setting in settings]
+        best = 0
+        for index, score in enumerate(scores):
+            if evaluations.metrics[objective].is_better(score, scores[best]):
+                best = index
+        return settings[best]
 
 
 def setting_of(evaluations: Evaluations, alphas: dict[str, float]) -> Setting:
@@ -82,18 +167,15 @@ def setting_of(evaluations: Evaluations, alphas: dict[str, float]) -> Setting:
 # ---- which layers, and which alphas ----
 
 
-def _ranked(evaluations: Evaluations, objective: str, most: int) -> dict[str, float]:
+def _ranked(aim: _Aim, most: int) -> dict[str, float]:
     """The layers with the largest gains by their parabolas, best first, each with its best alpha."""
-    slopes = _slopes(evaluations, objective)
+    evaluations = aim.evaluations
+    slopes = _slopes(aim)
     steepest = sorted(slopes, key=slopes.__getitem__)[:most]
     tried = {name: setting_of(evaluations, {name: TRIED_AT}) for name in steepest}
     evaluations.evaluate(list(tried.values()))
-    guide, sign = _guide(evaluations, objective)
-    as_trained = evaluations.average(guide, evaluations.values[guide][evaluations.baseline])
-    found: dict[str, tuple[float, float]] = {}
-    for name, setting in tried.items():
-        change = sign * (evaluations.average(guide, evaluations.values[guide][setting]) - as_trained)
-        found[name] = _lowest_point(slopes[name], change)
+    as_trained = aim.loss(evaluations.baseline)
+    found = {name: _lowest_point(slopes[name], aim.loss(setting) - as_trained) for name, setting in tried.items()}
     order = sorted(found, key=lambda name: found[name][1])
     return {name: found[name][0] for name in order}
 
@@ -106,10 +188,9 @@ def _lowest_point(slope: float, change: float) -> tuple[float, float]:
     return float(f"{alpha:.3g}"), slope * alpha + curvature * alpha**2 / 2
 
 
-def _try_together(
-    evaluations: Evaluations, objective: str, ranked: dict[str, float], counts: list[int], asked: int
-) -> None:
+def _try_together(aim: _Aim, ranked: dict[str, float], counts: list[int], asked: int) -> None:
     """Evaluate the first layers together: for every count with two parts of their alphas, and once more where asked."""
+    evaluations = aim.evaluations
     tried: dict[int, dict[float, Setting]] = {k: {} for k in counts}
     for k in counts:
         names = list(ranked)[:k]
@@ -117,14 +198,10 @@ def _try_together(
             part = 1 / (1 + overlap * (k - 1))
             tried[k][part] = setting_of(evaluations, {name: _alpha(ranked[name] * part) for name in names})
     evaluations.evaluate([setting for settings in tried.values() for setting in settings.values()])
-    guide, sign = _guide(evaluations, objective)
-
-    def score(setting: Setting) -> float:
-        return sign * evaluations.average(guide, evaluations.values[guide][setting])
-
     if len(tried[asked]) == 2:
         (first, at_first), (second, at_second) = tried[asked].items()
-        a, b = score(at_first) - score(evaluations.baseline), score(at_second) - score(evaluations.baseline)
+        as_trained = aim.loss(evaluations.baseline)
+        a, b = aim.loss(at_first) - as_trained, aim.loss(at_second) - as_trained
         # The parabola through 0 and both parts.
         curvature = (a / first - b / second) / (first - second)
         slope = a / first - curvature * first
@@ -138,15 +215,10 @@ def _alpha(value: float) -> float:
     return float(f"{min(max(value, LEAST / 4), 1.0):.3g}")
 
 
-def _guide(evaluations: Evaluations, objective: str) -> tuple[str, int]:
-    """The metric that says how good a layer is, smooth where the objective is not, and its sign as a loss."""
-    guide = CALIBRATED if objective in SHARES and CALIBRATED in evaluations.values else objective
-    return guide, -1 if evaluations.metrics[guide].higher_is_better else 1
-
-
-def _slopes(evaluations: Evaluations, objective: str) -> dict[str, float]:
+def _slopes(aim: _Aim) -> dict[str, float]:
     """The derivative of the loss by every layer's alpha where all are 0, from one forward and backward pass."""
-    loss = _loss(evaluations.metrics[_guide(evaluations, objective)[0]])
+    evaluations = aim.evaluations
+    loss = _loss(evaluations.metrics[aim.guide])
     inverse = torch.ones(())
     if CALIBRATED in evaluations.values:
         curves = evaluations.values[CALIBRATED][evaluations.baseline]
@@ -165,20 +237,22 @@ def _slopes(evaluations: Evaluations, objective: str) -> dict[str, float]:
             for batch in evaluations.batches():
                 steps += 1
                 if steps > done:
-                    with _replaced(evaluations.layers, alphas):
-                        output, target = evaluations.forward(evaluations.model, batch)
-                        value = loss(output, target, inverse) * len(target)
-                    (slope,) = torch.autograd.grad(value, alphas)
-                    total = total + slope.double().cpu()
+                    for shown in (batch, *(with_input_changed(batch, s) for s in evaluations.shifts.values())):
+                        with _replaced(evaluations.layers, alphas):
+                            output, target = evaluations.forward(evaluations.model, shown)
+                            value = loss(output, target, inverse) * len(target)
+                        (slope,) = torch.autograd.grad(value, alphas)
+                        total = total + slope.double().cpu()
                     evaluations.fit = {"epochs": None, "steps": steps, "slopes": total}
                     evaluations.save_now_and_then()
                 bar.advance()
     finally:
         evaluations.save()
-    return dict(zip(evaluations.layers, (total / len(evaluations.keys)).tolist(), strict=True))
+    examples = len(evaluations.keys) * (1 + len(evaluations.shifts))
+    return dict(zip(evaluations.layers, (total / examples).tolist(), strict=True))
 
 
-# ---- evidence ----
+# ---- what was tried, and what it costs ----
 
 
 def _settings(evaluations: Evaluations, count: int) -> list[Setting]:
@@ -186,44 +260,6 @@ def _settings(evaluations: Evaluations, count: int) -> list[Setting]:
     tried = next(iter(evaluations.values.values()))
     few = [s for s in tried if isinstance(s, tuple) and sum(alpha != 0 for alpha in s) <= count]
     return [evaluations.baseline, *few]
-
-
-def _best(evaluations: Evaluations, objective: str, count: int, where: Tensor | None = None) -> Setting:
-    metric = evaluations.metrics[objective]
-    settings = _settings(evaluations, count)
-    scores = [evaluations.average(objective, evaluations.values[objective][setting], where) for setting in settings]
-    best = 0
-    for index, score in enumerate(scores):
-        if metric.is_better(score, scores[best]):
-            best = index
-    return settings[best]
-
-
-def _gain(evaluations: Evaluations, split: Folds, single: AlphaSearch, metric: str, count: int, seed: int) -> Gain:
-    """What at most so many layers gain in a metric, each fold with what is best for the objective on the others."""
-    aim = single.objective
-    held_out = split.held_out(metric, lambda fold: _best(evaluations, aim, count, split.of(aim) != fold))
-    tried = [evaluations.numbers(metric, setting) for setting in _settings(evaluations, count)[1:]]
-    return gain_between(
-        evaluations.metrics[metric],
-        split.as_trained(metric),
-        held_out,
-        evaluations.counts[metric],
-        evaluations.units(metric),
-        tried if metric == aim else (),
-        single.confidence,
-        seed,
-    )
-
-
-def _judged(
-    evaluations: Evaluations, split: Folds, single: AlphaSearch, count: int, work: dict[str, float], seed: int
-) -> LayersRow:
-    setting = _best(evaluations, single.objective, count)
-    values = setting if isinstance(setting, tuple) else (setting,) * len(evaluations.layers)
-    alphas = {name: alpha for name, alpha in zip(evaluations.layers, values, strict=True) if alpha != 0}
-    gain = _gain(evaluations, split, single, single.objective, count, seed)
-    return LayersRow(count, alphas, gain, float("nan"), sum(work[name] for name in alphas))
 
 
 def _work(evaluations: Evaluations) -> dict[str, float]:

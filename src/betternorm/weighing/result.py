@@ -125,11 +125,12 @@ class AlphaSearch:
                 f"{row.work:.1%}",
                 ", ".join(f"{name} {alpha:.3g}" for name, alpha in list(row.alphas.items())[:5])
                 if row is not few.rows[-1]
-                else f"{self.best[self.objective]:.3g} in each",
+                else f"{next(iter(row.alphas.values())):.3g} in each",
             ]
             for row in few.rows
         ]
-        headers = ["layers", self.objective, "change", self._interval(), "of the gain", "not folded", "alpha"]
+        aim = self.objective if self.shifts is None else f"{self.objective}, mean {self.shifts.over}"
+        headers = ["layers", aim, "change", self._interval(), "of the gain", "not folded", "alpha"]
         return table(headers, rows)
 
     def _interval(self) -> str:
@@ -280,9 +281,10 @@ class FewLayers:
     Attributes:
         layers: how many were asked for.
         alphas: by layer name, the others having none.
-        gains: for every metric, the gain over the network as trained, held out.
-        rows: gain against cost, for several numbers of layers; the last is one alpha in all.
-        certain: whether the interval of the objective's gain leaves out zero.
+        gains: for every metric, the gain over the network as trained, held out, on the data as they are.
+        rows: gain against cost, for several numbers of layers; the last is one alpha in all. Under shifts it is the
+            gain in what the rule weighs.
+        certain: whether the interval of that gain leaves out zero, and the rule allows what clean data lose.
         passes, evaluations: further iterations of the loader, and forward passes' worth of all examples.
     """
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -90,7 +90,7 @@ def tune_alpha(
         layers: put alpha into at most so many layers, those that carry most of the gain, so that the others can be
             folded for serving (:func:`betternorm.fold`). Up to five take at most 30 forward passes' worth of the data
             in all, however many layers the network has. The table shows what one, three, five and all layers gain, and
-            what they cost.
+            what they cost. With ``shifts`` the same rule chooses them, and a pass is one of the data and all shifts.
         shifts: choose alpha on shifted data too: what :func:`betternorm.weighing.corruptions` returns, or a dict from
             names to functions of the images or to loaders of shifted data. Every alpha is run on every shift.
         max_clean_loss: the rule for ``shifts``. None takes the best mean over the clean data and all shifts; a number
@@ -128,8 +128,8 @@ def tune_alpha(
         raise ValueError(f"folds={folds} must be 2 or more")
     if shifts is None and max_clean_loss is not None:
         raise ValueError(f"max_clean_loss={max_clean_loss} is a rule for shifted data; give shifts=... too")
-    if layers is not None and (per_layer or shifts is not None):
-        raise ValueError(f"layers={layers} does not go together with {'per_layer' if per_layer else 'shifts'}")
+    if layers is not None and per_layer:
+        raise ValueError(f"layers={layers} does not go together with per_layer")
     if not weighed_layers(model):
         convert(model, "weighed")
     tuned = tuned_layers(model)
@@ -139,7 +139,8 @@ def tune_alpha(
         check_layers(layers, list(tuned), baseline)
     run = forward or output_and_target
     try:
-        sets = None if shifts is None else ShiftedSets(shifts, judged[aim], max_clean_loss, per_layer)
+        layer_by_layer = "per_layer=True" if per_layer else None if layers is None else f"layers={layers}"
+        sets = None if shifts is None else ShiftedSets(shifts, judged[aim], max_clean_loss, layer_by_layer)
         calibrating = 0
         if calibration is not None or any(has_no_averages(layer) for layer in tuned.values()):
             for layer in tuned.values():
@@ -168,7 +169,7 @@ def tune_alpha(
         if per_layer:
             result.per_layer = tune_per_layer(evaluations, split, result, epochs, seed, sets)
         if layers is not None:
-            result.few_layers = tune_few_layers(evaluations, split, result, layers, seed)
+            result.few_layers = tune_few_layers(evaluations, split, result, layers, seed, sets)
     except BaseException:
         for name, alpha in untuned.items():
             tuned[name].alpha = alpha
@@ -263,7 +264,7 @@ def _search(
         if (follow_others and metric.average is weighted_mean and not shift_of(name)) or name == objective
     ]
 
-    def best(among: Container[float]) -> set[float]:
+    def best(among: Collection[float]) -> set[float]:
         """Of every metric; under shift, where every alpha costs many runs, by the rule alone."""
         if sets is not None:
             return {sets.choose(among=among)}

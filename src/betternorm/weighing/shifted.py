@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from betternorm.weighing.evaluation import Evaluations, under
+from betternorm.weighing.evaluation import Evaluations, Setting, under
 from betternorm.weighing.evidence import ENOUGH_TO_JUDGE, Gain, gain_between
 from betternorm.weighing.folds import Folds
-from betternorm.weighing.metrics import SHARES, Metric, weighted_mean
+from betternorm.weighing.metrics import METRICS, SHARES, Metric, weighted_mean
 from betternorm.weighing.result import AlphaSearch, ShiftEvidence
 from betternorm.weighing.shifts import Rule, Shift, corruptions
 
@@ -25,7 +25,10 @@ Shifts = str | Iterable[str] | Mapping[str, Shift | Iterable[Any]]
 class ShiftedSets:
     """The clean data and the shifted ones, each with its numbers and the folds it falls into."""
 
-    def __init__(self, shifts: Shifts, metric: Metric, max_clean_loss: float | None, per_layer: bool) -> None:
+    def __init__(
+        self, shifts: Shifts, metric: Metric, max_clean_loss: float | None, layer_by_layer: str | None = None
+    ) -> None:
+        """``layer_by_layer``: the option of the search, if any, that looks at every layer by itself."""
         given = shifts if isinstance(shifts, Mapping) else corruptions(shifts)
         if not given:
             raise ValueError("shifts is empty; give names of corruptions, or a dict of functions or loaders")
@@ -37,19 +40,22 @@ class ShiftedSets:
             raise ValueError(f"max_clean_loss={max_clean_loss} must be 0 or more")
         self.functions = {name: shift for name, shift in given.items() if callable(shift)}
         self._loaders: dict[str, Any] = {name: data for name, data in given.items() if name not in self.functions}
-        if self._loaders and per_layer:
+        if self._loaders and layer_by_layer:
             raise ValueError(
-                f"per_layer=True fits alphas on shifts that are functions; {next(iter(self._loaders))!r} is a loader"
+                f"{layer_by_layer} fits alphas on shifts that are functions; {next(iter(self._loaders))!r} is a loader"
             )
         self.metric = metric
+        # Which layer is good is seen by a smooth metric.
+        self.guide = METRICS["cross_entropy"] if layer_by_layer and metric.name in SHARES else metric
         self.max_clean_loss = max_clean_loss
         share = 100 if metric.name in SHARES else 1
         self.rule = Rule(metric.higher_is_better, None if max_clean_loss is None else max_clean_loss / share)
         self._own: dict[str, Evaluations] = {}
 
     def metrics(self) -> dict[str, Metric]:
-        """The objective under every shift that is a function."""
-        return {name: replace(self.metric, name=name) for name in (under(self.metric.name, s) for s in self.functions)}
+        """The objective, and the guide to layers, under every shift that is a function."""
+        named = {under(metric.name, s): metric for s in self.functions for metric in (self.metric, self.guide)}
+        return {name: replace(metric, name=name) for name, metric in named.items()}
 
     def attach(self, clean: Evaluations, resume: str | os.PathLike[str] | None) -> None:
         """Sets of the user's own are evaluated beside the clean data."""
@@ -79,12 +85,13 @@ class ShiftedSets:
         return found | {name: (own, self.metric.name) for name, own in self._own.items()}
 
     def choose(
-        self, where: Callable[[str], Tensor | None] = lambda name: None, among: Container[float] | None = None
-    ) -> float:
-        """The alpha that the rule takes, from the examples of each set that ``where`` leaves."""
-        alphas = [
-            alpha for alpha in self._clean.tried() if among is None or alpha in among or alpha == self._clean.baseline
-        ]
+        self, where: Callable[[str], Tensor | None] = lambda name: None, among: Iterable[Setting] | None = None
+    ) -> Any:
+        """The alpha that the rule takes, from the examples of each set that ``where`` leaves; a tuple where it chose
+        among tuples.
+        """
+        tried = self._clean.tried() if among is None else among
+        alphas = list(dict.fromkeys([self._clean.baseline, *tried]))
         scores = {
             name: {alpha: held.average(metric, held.values[metric][alpha], where(name)) for alpha in alphas}
             for name, (held, metric) in self.sets().items()
@@ -106,7 +113,8 @@ class ShiftedSets:
                 folds = self._splits[name].of(sets[name][1])
                 return folds != fold
 
-            return self.choose(others)
+            chosen: float = self.choose(others)
+            return chosen
 
         alphas = [alpha_without(fold) for fold in range(split.count)]
         numbers = self._numbers = {
@@ -146,11 +154,17 @@ class ShiftedSets:
         return self.rule.max_clean_loss is None or loss <= self.rule.max_clean_loss
 
     def mean_gain(
-        self, numbers: Mapping[str, Tensor], confidence: float, seed: int, before: Mapping[str, Tensor] | None = None
+        self,
+        numbers: Mapping[str, Tensor],
+        confidence: float,
+        seed: int,
+        before: Mapping[str, Tensor] | None = None,
+        tried: Iterable[Setting] | None = None,
     ) -> Gain:
         """The gain in what the rule weighs: the mean over the shifts, with the clean data where they have no bound.
 
-        Every set counts the same, and an image counts once however many shifted copies of it there are.
+        Every set counts the same, and an image counts once however many shifted copies of it there are. ``tried`` is
+        what was chosen from; None is every single alpha.
         """
         names = [name for name in self.sets() if name != "clean" or self.max_clean_loss is None]
         sets = {name: self.sets()[name] for name in names}
@@ -160,9 +174,9 @@ class ShiftedSets:
         def joined(of: Callable[[str, Evaluations, str], Tensor]) -> Tensor:
             return torch.cat([of(name, held, metric) for name, (held, metric) in sets.items()])
 
-        tried = [
+        others = [
             joined(lambda name, held, metric, alpha=alpha: held.numbers(metric, alpha))  # type: ignore[misc]
-            for alpha in self._clean.tried()
+            for alpha in (self._clean.tried() if tried is None else tried)
             if alpha != self._clean.baseline
         ]
         return gain_between(
@@ -173,7 +187,7 @@ class ShiftedSets:
             joined(lambda name, held, metric: numbers[name]),
             counts,
             units,
-            tried if before is None else (),
+            others if before is None else (),
             confidence,
             seed,
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -216,17 +217,25 @@ class Rule:
     higher_is_better: bool
     max_clean_loss: float | None = None
 
-    def choose(self, clean: Mapping[float, float], shifted: Sequence[Mapping[float, float]], baseline: float) -> float:
-        """The alpha to set, from the scores by alpha; of equals the one nearest to the network as it was trained."""
+    def choose(self, clean: Mapping[Any, float], shifted: Sequence[Mapping[Any, float]], baseline: float) -> Any:
+        """The alpha to set, from the scores by alpha; of equals the one nearest to the network as it was trained.
+
+        An alpha is a number, or a tuple of one for every layer.
+        """
         sign = 1 if self.higher_is_better else -1
+
+        def distance(alpha: float | tuple[float, ...]) -> float:
+            alphas = alpha if isinstance(alpha, tuple) else (alpha,)
+            return sum(abs(one - baseline) for one in alphas) / len(alphas)
+
         allowed = [
             alpha
-            for alpha in sorted(clean, key=lambda alpha: abs(alpha - baseline))
+            for alpha in sorted(clean, key=distance)
             if self.max_clean_loss is None or sign * (clean[baseline] - clean[alpha]) <= self.max_clean_loss + 1e-12
         ]
         return max(allowed, key=lambda alpha: sign * self.score(alpha, clean, shifted))
 
-    def score(self, alpha: float, clean: Mapping[float, float], shifted: Sequence[Mapping[float, float]]) -> float:
+    def score(self, alpha: Any, clean: Mapping[Any, float], shifted: Sequence[Mapping[Any, float]]) -> float:
         scores = [part[alpha] for part in shifted]
         if self.max_clean_loss is None:
             scores.append(clean[alpha])
