@@ -14,6 +14,7 @@ from betternorm.integrations import torchvision as torchvision_support
 from betternorm.surgery import convert
 from betternorm.weighing.alpha import get_alpha, set_alpha, weighed_layers
 from betternorm.weighing.batches import Forward
+from betternorm.weighing.metrics import AnyMetric
 from betternorm.weighing.result import AlphaSearch
 from betternorm.weighing.search import tune_alpha
 
@@ -62,7 +63,7 @@ class BetterNorm(Callback):
         to: str | None = None,
         norm_decay: str | None = "auto",
         tune: bool = True,
-        objective: str = "cross_entropy",
+        objective: AnyMetric | None = None,
         forward: Forward | None = None,
         **options: Any,
     ) -> None:
