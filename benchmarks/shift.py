@@ -3,7 +3,7 @@
     python -m benchmarks.shift --data cifar100.npz --weights cifar100_resnets/ --out docs/results
 
 Alpha is chosen on 500 images and judged on 1,000 others; for each corruption it is chosen on clean images and the
-other five corruptions, so that the corruption it is judged on is new to it. Writes shift.json and shift.md. What has
+other five corruptions, so that the corruption it is judged on is new to it. Writes shift.json, shift.md and shift.svg. What has
 been measured is kept in --work, and the same command goes on there.
 """
 
@@ -91,6 +91,7 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "shift.json").write_text(json.dumps(results, indent=1) + "\n")
     (arguments.out / "shift.md").write_text(page(results))
+    figure(results, arguments.out / "shift.svg")
 
 
 # ---- the networks ----
@@ -257,6 +258,39 @@ def change(before: np.ndarray, after: np.ndarray) -> dict[str, float]:
     return {"top1": 100 * float(after.mean()), "change": middle, "low": middle - half, "high": middle + half}
 
 
+def figure(results: Mapping[str, Any], path: Path) -> None:
+    """From the network as trained to the network with alpha, on every kind of image."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    matplotlib.rcParams["svg.hashsalt"] = "betternorm"  # the same file from the same numbers
+    drawing = Figure(figsize=(12, 3.4), layout="constrained")
+    panels = drawing.subplots(1, len(SHOWN), sharey=True)
+    rows = range(len(SETS), 0, -1)
+    for axes, (name, title) in zip(panels, SHOWN.items(), strict=True):
+        for row, images in zip(rows, SETS, strict=True):
+            top1 = results[name]["top1"][images]
+            before, after = top1["as trained"], top1["alpha, mean"]["top1"]
+            colour = "#1b7f4d" if after >= before else "#c1440e"
+            axes.plot([before, after], [row, row], color=colour, linewidth=3.5, solid_capstyle="butt", zorder=2)
+            axes.plot(before, row, "o", markersize=6, color="white", markeredgecolor="#444444", zorder=3)
+            axes.plot(after, row, "o", markersize=6, color=colour, zorder=3)
+            for method, mark in (("batch 64", "|"), ("batch 64, one class", "x")):
+                if method in top1:
+                    axes.plot(top1[method], row, mark, markersize=8 if mark == "|" else 5, color="#888888", zorder=1)
+        axes.set_title(title, fontsize=10)
+        axes.set_xlim(0, 80)
+        axes.set_xlabel("top-1, %")
+        axes.grid(axis="x", color="#dddddd", linewidth=0.6)
+    panels[0].set_yticks(rows, SETS)
+    panels[0].plot([], [], "o", color="white", markeredgecolor="#444444", label="as trained")
+    panels[0].plot([], [], "o", color="#1b7f4d", label="with alpha, one image at a time")
+    panels[0].plot([], [], "|", color="#888888", markersize=8, label="statistics of 64 random images")
+    panels[0].plot([], [], "x", color="#888888", markersize=5, label="of images of one class")
+    drawing.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    drawing.savefig(path, metadata={"Date": None})
+
+
 def page(results: Mapping[str, Any]) -> str:
     parts = []
     for name, result in results.items():
@@ -303,6 +337,12 @@ def summary(results: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+SHOWN = {  # in the figure
+    "ResNet-8": "ResNet-8",
+    "ResNet-20": "ResNet-20",
+    "ResNet-32": "ResNet-32",
+    "lab, ghost size 4": "trained with ghost size 4",
+}
 METHODS = {
     "linear": "linear mixing",
     "batch 1": "batch 1",
@@ -322,6 +362,8 @@ on all six. All corruptions are at strength {strength} of 5.
     python -m benchmarks.shift --data cifar100.npz --weights cifar100_resnets
 
 {summary}
+
+![Top-1 of four networks on clean and corrupted images, as trained and with alpha](shift.svg)
 
 The ResNets are published CIFAR-100 networks. The two of the lab are small ones for 20 kinds of flowers (its small
 scale), one trained with ghost size 4 and one with Group Norm; their 200 validation images choose. Corrupted is the mean
