@@ -64,14 +64,12 @@ def tune_few_layers(
     for row in rows:
         row.share = row.gain.difference / aim.of_all.difference if aim.of_all.difference else float("nan")
     chosen = next(row for row in rows if row.layers == count)
-    gains = {metric: aim.gain(metric, count) for metric in single.gains}
-    certain = chosen.gain.is_certain(evaluations.metrics[single.objective]) and single.judged_on >= ENOUGH_TO_JUDGE
     return FewLayers(
         layers=count,
         alphas=chosen.alphas,
-        gains=gains,
+        gains={metric: aim.gain(metric, count) for metric in single.gains},
         rows=rows,
-        certain=certain and (sets is None or sets.allows(gains[single.objective])),
+        certain=chosen.gain.is_certain(evaluations.metrics[single.objective]) and single.judged_on >= ENOUGH_TO_JUDGE,
         passes=evaluations.passes - before + 1,
         evaluations=SLOPES_COST + len(_settings(evaluations, len(evaluations.layers))) - 1,
     )

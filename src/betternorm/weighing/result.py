@@ -284,7 +284,7 @@ class FewLayers:
         gains: for every metric, the gain over the network as trained, held out, on the data as they are.
         rows: gain against cost, for several numbers of layers; the last is one alpha in all. Under shifts it is the
             gain in what the rule weighs.
-        certain: whether the interval of that gain leaves out zero, and the rule allows what clean data lose.
+        certain: whether the interval of that gain leaves out zero.
         passes, evaluations: further iterations of the loader, and forward passes' worth of all examples.
     """
 
