@@ -71,7 +71,8 @@ def infer(
     eps: float,
 ) -> Tensor:
     """Inference with weight ``alpha`` on the example's own statistics."""
-    y: Tensor = _Infer.apply(x, running_mean, running_var, weight, bias, alpha, channels_per_group, eps)  # type: ignore[no-untyped-call]
+    inputs = (x, running_mean, running_var, weight, bias, alpha, channels_per_group, eps)
+    y: Tensor = _Infer.apply(*inputs) if torch.is_grad_enabled() else _infer(*inputs)  # type: ignore[no-untyped-call]
     return y
 
 

@@ -26,8 +26,8 @@ constexpr int64_t WIDEST = 1024;         // channels last: channels of a unit, s
 constexpr int64_t SHORT = 256;           // contiguous: maps below which a unit takes several channels
 constexpr int64_t CHUNK = 128 << 10;     // bytes that are summed and centred while they are in cache
 constexpr int64_t BLOCK = 64;            // channels of a table that are added up at a time
-// Bytes of an output from which on it is written past the caches: the layer by itself is then faster, and whole networks are
-// as fast with any limit from 2 to 16 MB.
+// Bytes of an output from which on it is written past the caches in training: the layer by itself is then faster, and whole
+// networks are as fast with any limit from 2 to 16 MB. At inference the input need not be kept, and there is room for both.
 constexpr int64_t PAST_CACHES = 4 << 20;
 
 const Kernels *best_kernels() {
@@ -126,14 +126,14 @@ int64_t threads_for(const Shape &s) {
 }
 
 // `at_once`: bytes that stay in cache between two readings, or 0 where the values are read once before they are written.
-Plan plan_for(const Shape &s, int64_t bytes_of_value, int64_t at_once, bool may_slice) {
+Plan plan_for(const Shape &s, int64_t bytes_of_value, int64_t at_once, bool training) {
     const int64_t threads = threads_for(s), per = s.channels_per_group;
     const int64_t row = s.channels_last ? std::min(WIDEST, s.channels) : s.space;
     const int64_t rows = LINES * STRETCH;
     int64_t width = s.channels_last ? WIDEST : s.space * per > SHORT ? 1 : LANES, slices = 1;
     int64_t chunk = at_once ? std::clamp<int64_t>(at_once / (row * bytes_of_value), s.channels_last ? 32 : 1, rows) : rows;
     if (s.channels_last && s.groups * ((s.channels + width - 1) / width) < threads) {
-        if (may_slice) {
+        if (training) {
             slices = ((s.examples + s.groups - 1) / s.groups * s.space + chunk - 1) / chunk;
             width = s.channels;
         } else {
@@ -141,7 +141,7 @@ Plan plan_for(const Shape &s, int64_t bytes_of_value, int64_t at_once, bool may_
         }
     }
     width = std::min((width + per - 1) / per * per, s.channels);
-    const bool past = s.examples * s.channels * s.space * bytes_of_value >= PAST_CACHES;
+    const bool past = training && s.examples * s.channels * s.space * bytes_of_value >= PAST_CACHES;
     return {width, (s.channels + width - 1) / width, chunk, slices, past};
 }
 
