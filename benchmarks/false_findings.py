@@ -22,7 +22,7 @@ from betternorm.surgery import convert
 from betternorm.weighing.metrics import METRICS, Metric
 from betternorm.weighing.search import tune_alpha
 
-RUNS = 400
+RUNS = 1000
 MOST = 0.05
 CLASSES = 8
 
