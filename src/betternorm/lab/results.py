@@ -19,6 +19,7 @@ class Outcome(str, Enum):
     CONTRADICTED = "contradicted"
     NO_DIFFERENCE = "no difference beyond the margin"
     UNDERPOWERED = "underpowered"
+    NOT_RUN = "not run yet"
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ def test_every_experiment_says_so_where_nothing_has_been_run(name, scale, tmp_pa
     assert found.rows == []
     assert "have not been run yet" in found.notes
     assert f"betternorm reproduce {name} --scale {scale}" in found.notes
-    assert {verdict.outcome for verdict in found.verdicts} <= {Outcome.UNDERPOWERED}
+    assert {verdict.outcome for verdict in found.verdicts} <= {Outcome.NOT_RUN}
     assert registry.module(name).__doc__.count("paper") >= 1
 
 

@@ -68,7 +68,8 @@ def compare(
     """A verdict on the difference of two arms, first less second."""
     if min(len(first), len(second)) < 2:
         runs = f"there are {len(first)} and {len(second)} runs; it takes two of each"
-        return Verdict(claim, Outcome.UNDERPOWERED, runs, detectable=math.inf)
+        outcome = Outcome.UNDERPOWERED if first and second else Outcome.NOT_RUN
+        return Verdict(claim, outcome, runs, detectable=math.inf)
     found = (stats.paired if paired else stats.welch)(first, second)
     test = "paired t-test" if paired else "Welch's t-test"
     n = min(len(first), len(second))
@@ -109,7 +110,7 @@ def certain(claim: str, holds: bool, evidence: str) -> Verdict:
 def together(claim: str, parts: Sequence[Verdict]) -> Verdict:
     """A claim that holds where all its parts do."""
     outcomes = {part.outcome for part in parts}
-    worst = (Outcome.CONTRADICTED, Outcome.NO_DIFFERENCE, Outcome.UNDERPOWERED, Outcome.SEEN)
+    worst = (Outcome.CONTRADICTED, Outcome.NO_DIFFERENCE, Outcome.UNDERPOWERED, Outcome.NOT_RUN, Outcome.SEEN)
     outcome = next(one for one in worst if one in outcomes)
     weakest = max((part.detectable or 0.0 for part in parts), default=0.0)
     return Verdict(claim, outcome, "; ".join(part.evidence for part in parts), detectable=weakest)

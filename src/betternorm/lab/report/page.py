@@ -28,6 +28,7 @@ BADGES = {
     Outcome.CONTRADICTED: ("not-seen", "✗"),
     Outcome.NO_DIFFERENCE: ("undecided", "="),
     Outcome.UNDERPOWERED: ("undecided", "–"),
+    Outcome.NOT_RUN: ("undecided", "·"),
 }
 
 
