@@ -86,6 +86,7 @@ def main() -> None:
             with TemporaryDirectory() as folder:
                 prepared = {name: RUNTIMES[runtime](model, size, Path(folder)) for name, model in variants.items()}
                 for batch in arguments.batches:
+                    torch.compiler.reset()  # of one function torch compiles eight variants at most
                     images = torch.randn(batch, 3, size, size)
                     runs = {name: run_on(images) for name, run_on in prepared.items()}
                     for name, ratio in compare(runs, arguments.rounds, arguments.clock).items():
