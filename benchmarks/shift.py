@@ -3,8 +3,8 @@
     python -m benchmarks.shift --data cifar100.npz --weights cifar100_resnets/ --out docs/results
 
 Alpha is chosen on 500 images and judged on 1,000 others; for each corruption it is chosen on clean images and the
-other five corruptions, so that the corruption it is judged on is new to it. Writes shift.json, shift.md and shift.svg. What has
-been measured is kept in --work, and the same command goes on there.
+other five corruptions, so that the corruption it is judged on is new to it. Writes shift.json, shift.md and shift.svg.
+What has been measured is kept in --work, and the same command goes on there.
 """
 
 from __future__ import annotations
