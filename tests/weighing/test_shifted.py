@@ -31,6 +31,12 @@ def forward(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
     return (model[0].alpha - batch[0][:, 0]).square(), batch[1]
 
 
+def by_layer(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    """Every layer's alpha is wanted to be a number of its own."""
+    alphas = torch.stack([torch.zeros(()) if layer._alpha is None else layer._alpha for layer in model])
+    return (alphas - batch[0]).square().sum(1), batch[1]
+
+
 def brighter(x: Tensor) -> Tensor:
     return x + 0.4
 
@@ -103,15 +109,11 @@ def test_accuracy_is_the_objective_under_corruptions(images: Tensor, labels: Ten
 def test_layers_are_fitted_on_shifted_data_too() -> None:
     """The first layer wants 0.1 on clean and 0.3 on shifted data, the second always 0.5."""
 
-    def both(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
-        alphas = torch.stack([torch.zeros(()) if layer._alpha is None else layer._alpha for layer in model])
-        return (alphas - batch[0]).square().sum(1), batch[1]
-
     x = torch.tensor([0.1, 0.5]) + 0.02 * torch.randn(400, 2, generator=torch.Generator().manual_seed(1))
     shifts = {"shifted": lambda x: x + torch.tensor([0.2, 0.0])}
     model = two_layers()
     found = tune_alpha(
-        model, batches(x, torch.zeros(400), 20), (), error, shifts=shifts, forward=both, per_layer=True, epochs=6
+        model, batches(x, torch.zeros(400), 20), (), error, shifts=shifts, forward=by_layer, per_layer=True, epochs=6
     )
     assert found.per_layer is not None
     assert found.per_layer.kept
@@ -121,10 +123,6 @@ def test_layers_are_fitted_on_shifted_data_too() -> None:
 @pytest.mark.parametrize(("most", "layer", "alpha"), [(None, "0", 0.2), (0.0, "1", 0.1)])
 def test_the_rule_chooses_among_layers(most: float | None, layer: str, alpha: float) -> None:
     """The first layer gains most on the whole and costs clean data; the second gains a little on both."""
-
-    def both(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
-        alphas = torch.stack([torch.zeros(()) if layer._alpha is None else layer._alpha for layer in model])
-        return (alphas - batch[0]).square().sum(1), batch[1]
 
     x = torch.tensor([0.0, 0.1]) + 0.02 * torch.randn(400, 2, generator=torch.Generator().manual_seed(1))
     shifts = {"shifted": lambda x: x + torch.tensor([0.4, 0.0])}
@@ -136,7 +134,7 @@ def test_the_rule_chooses_among_layers(most: float | None, layer: str, alpha: fl
         error,
         shifts=shifts,
         max_clean_loss=most,
-        forward=both,
+        forward=by_layer,
         layers=1,
     )
     assert found.few_layers is not None
