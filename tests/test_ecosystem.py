@@ -291,7 +291,12 @@ def test_checkpointing(reentrant) -> None:
     assert layer.num_batches_tracked == 1
 
 
-@row("activation checkpointing of `BatchRenorm`", "refused", "“BatchRenorm cannot be checkpointed …”")
+@row(
+    "activation checkpointing of `BatchRenorm`",
+    "refused",
+    "“BatchRenorm cannot be checkpointed …”. Not in a block that is compiled by itself, which cannot tell that it runs "
+    "again: leave the layer outside",
+)
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing_renorm(reentrant) -> None:
     y = checkpoint(BatchRenorm(3), images().requires_grad_(), use_reentrant=reentrant)
