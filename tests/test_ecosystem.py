@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel, update_bn
 from torch.utils.checkpoint import checkpoint
 
@@ -518,13 +519,13 @@ def test_fuse_modules() -> None:
 @row("`torch.nn.utils.prune`", "works", "`revert` keeps what it has added")
 def test_pruned() -> None:
     net = network(0.0)
-    nn.utils.prune.random_unstructured(net[1], "weight", 0.5)
+    prune.random_unstructured(net[1], "weight", 0.5)
     before = net(images())
     revert(net)
     assert type(net[1]) is nn.BatchNorm2d
     assert "1.weight_mask" in net.state_dict()
     torch.testing.assert_close(net(images()), before)
-    nn.utils.prune.remove(net[1], "weight")
+    prune.remove(net[1], "weight")
     torch.testing.assert_close(net(images()), before)
 
 
