@@ -182,7 +182,7 @@ def test_a_published_network_gets_better(shared: Path, cifar100_test: tuple[Tens
 
     x, y = (part[::10] for part in cifar100_test)
     model = load_checkpoint(CifarResNet(8), shared / "weights/cifar100_resnets/resnet8_cifar100.pth").eval()
-    found = tune_alpha(model, batches(x, y, 250))
+    found = tune_alpha(model, batches(x, y, 250), objective="cross_entropy")
     assert found.significant
     assert 0.01 < found.best["cross_entropy"] < 0.06
     assert found.gains["cross_entropy"].difference < -0.01
