@@ -628,6 +628,18 @@ def test_without_a_count_the_averages_move_as_in_torch(momentum) -> None:
         renorm(x)
 
 
+def test_a_count_of_another_type_counts_as_in_torch() -> None:
+    ours, theirs = GroupedBatchNorm(4), nn.BatchNorm2d(4)
+    x = torch.randn(6, 4, 3, 3) + 1
+    for layer in (ours, theirs):
+        layer.num_batches_tracked = layer.num_batches_tracked.double()  # as `layer.apply` of a careless cast leaves it
+        layer(x)
+        layer(x)
+    assert ours.num_batches_tracked.dtype == theirs.num_batches_tracked.dtype == torch.float64
+    assert ours.num_batches_tracked == theirs.num_batches_tracked == 2
+    torch.testing.assert_close(ours.running_mean, theirs.running_mean)
+
+
 @every_layer
 def test_it_is_a_batch_norm_to_whoever_asks(kind) -> None:
     layer = LAYERS[kind]()

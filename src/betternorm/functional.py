@@ -63,7 +63,7 @@ def grouped_batch_norm(
     left_to_compiler = torch.compiler.is_compiling() and channels_per_group == 1
     if not across and not left_to_compiler and fused(x, weight, bias):
         groups = number_of_groups(x.shape[0], examples_per_group)
-        if averages and not running_mean.dtype == running_var.dtype == torch.float32:  # type: ignore[union-attr]
+        if averages and not _kept_as_usual(running_mean, running_var, num_batches_tracked):
             y, mean, var = operators.normalise(x, weight, bias, groups, channels_per_group, eps)
         else:
             return operators.normalise(x, weight, bias, groups, channels_per_group, eps, *averages)
@@ -133,6 +133,12 @@ def weighed_batch_norm(
         return operators.infer(x, running_mean, running_var, weight, bias, alpha, channels_per_group, eps)
     _check_sizes(x, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
     return plain.infer(x, running_mean, running_var, weight, bias, alpha, channels_per_group, eps)
+
+
+def _kept_as_usual(running_mean: Tensor | None, running_var: Tensor | None, batches: Tensor | None) -> bool:
+    """Whether the operators can move these averages and this count: all in the types that torch makes them in."""
+    averages = all(t is not None and t.dtype == torch.float32 for t in (running_mean, running_var))
+    return averages and (batches is None or batches.dtype == torch.int64)
 
 
 def _check_sizes(x: Tensor, **vectors: Tensor | None) -> None:

@@ -129,9 +129,12 @@ class AlphaSearch:
             ]
             for row in few.rows
         ]
-        aim = self.objective if self.shifts is None else f"{self.objective}, mean {self.shifts.over}"
-        headers = ["layers", aim, "change", self._interval(), "of the gain", "not folded", "alpha"]
+        headers = ["layers", self._aim(), "change", self._interval(), "of the gain", "not folded", "alpha"]
         return table(headers, rows)
+
+    def _aim(self) -> str:
+        """What was improved: the objective, or what the rule weighs of it."""
+        return self.objective if self.shifts is None else f"{self.objective}, mean {self.shifts.over}"
 
     def _interval(self) -> str:
         return f"{self.confidence:.0%} interval"
@@ -139,7 +142,7 @@ class AlphaSearch:
     def verdict(self) -> str:
         """What was set and why, what gets worse by it, and how it compares with a temperature."""
         cost = f"{self.examples} examples, {self.evaluations} alphas, {self.passes} passes"
-        aim = self.objective if self.shifts is None else f"{self.objective}, mean {self.shifts.over}"
+        aim = self._aim()
         if self.few_layers is not None:
             few = self.few_layers
             where = f"in {few.layers} of {len(few.rows[-1].alphas)} layers"

@@ -442,7 +442,7 @@ INLINE vec value(vec x, vec dy, vec centre, vec scale, vec slope, vec shift) {
     return with_dy ? dy * scale + own : own;
 }
 
-// `past`: the caches.
+// `past`: whether past the caches.
 template <bool with_dy, bool past, class T>
 INLINE void write_channel(const Block &b, const T *x, const T *dy, const Coefficients &k, int64_t c, T *out) {
     const vec centre = splat(k.centre[c]), slope = splat(k.slope[c]), shift = splat(k.shift[c]);
