@@ -160,8 +160,14 @@ def apply_statistics(
     scale = torch.rsqrt(var + eps)
     if weight is not None:
         scale = scale * weight
+    shift = bias
+    if mean.requires_grad:
+        # y does not depend on what is subtracted from both x and its mean, so that needs no gradient. The gradients of
+        # mean and bias are then those of one table, and the backward pass sums the output's once for both.
+        centre = mean.detach()
+        mean, shift = centre, (centre - mean) * scale if bias is None else bias - (mean - centre) * scale
     y = (x - _along_space(mean, x)) * _along_space(scale, x)
-    return (y if bias is None else y + _along_space(bias, x)).to(x.dtype)
+    return (y if shift is None else y + _along_space(shift, x)).to(x.dtype)
 
 
 def over_channels(table: Tensor, channels_per_group: int) -> Tensor:
