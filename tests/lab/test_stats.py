@@ -50,18 +50,26 @@ def test_bootstrap_is_the_same_each_time():
 
 
 @pytest.mark.parametrize(("test", "degrees"), [(stats.welch, 4), (stats.paired, 2)])
-def test_runs_without_spread(test, degrees):
+def test_runs_without_spread_that_are_the_same(test, degrees):
     same = test((1.0, 1.0, 1.0), (1.0, 1.0, 1.0))
-    assert (same.difference, same.p, same.degrees) == (0.0, 1.0, degrees)
-    other = test((2.0, 2.0, 2.0), (1.0, 1.0, 1.0))
-    assert (other.difference, other.p, other.statistic) == (1.0, 0.0, math.inf)
+    assert (same.difference, same.interval, same.p, same.degrees) == (0.0, (0.0, 0.0), 1.0, degrees)
+
+
+@pytest.mark.parametrize(("test", "few", "many"), [(stats.welch, 2 / 20, 2 / 252), (stats.paired, 2 / 8, 2 / 64)])
+def test_runs_without_spread_that_differ_are_judged_by_the_exact_test(test, few, many):
+    """Three runs that agree are no proof: the t-test would say P = 0."""
+    found = test([2.0] * 3, [1.0] * 3)
+    assert (found.difference, found.p, found.interval) == (1.0, few, (-math.inf, math.inf))
+    n = 5 if test is stats.welch else 6
+    found = test([2.0] * n, [1.0] * n)
+    assert (found.difference, found.p, found.interval) == (1.0, many, (1.0, 1.0))
 
 
 def test_pairs_that_differ_by_rounding_alone_have_no_spread():
     first = (0.15, 0.16, 0.14)
     found = stats.paired([value - 0.01 for value in first], first)
     assert found.difference == pytest.approx(-0.01)
-    assert (found.p, found.statistic) == (0.0, -math.inf)
+    assert (found.p, found.statistic) == (2 / 8, -math.inf)
 
 
 def test_one_run_has_a_mean_and_no_spread():

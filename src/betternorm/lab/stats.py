@@ -86,7 +86,7 @@ def welch(first: Sequence[float], second: Sequence[float], confidence: float = C
     a, b = _sample("first", first, at_least=2), _sample("second", second, at_least=2)
     difference = float(a.mean() - b.mean())
     if max(np.ptp(a), np.ptp(b)) <= ROUNDING * max(np.abs(a).max(), np.abs(b).max()):
-        return _certain(difference, len(a) + len(b) - 2)
+        return _without_spread(difference, len(a) + len(b) - 2, math.comb(len(a) + len(b), len(a)), confidence)
     with warnings.catch_warnings():  # one of the two may have no spread
         warnings.filterwarnings("ignore", "Precision loss", RuntimeWarning)
         found = stats.ttest_ind(a, b, equal_var=False)
@@ -100,7 +100,7 @@ def paired(first: Sequence[float], second: Sequence[float], confidence: float = 
         raise UserError(f"first has {len(a)} runs and second {len(b)}; a paired test needs them in pairs")
     difference = float((a - b).mean())
     if np.ptp(a - b) <= ROUNDING * max(np.abs(a).max(), np.abs(b).max()):
-        return _certain(difference, len(a) - 1)
+        return _without_spread(difference, len(a) - 1, 2 ** len(a), confidence)
     return _comparison(difference, stats.ttest_rel(a, b), confidence)
 
 
@@ -141,11 +141,16 @@ def _comparison(difference: float, found: Any, confidence: float) -> Comparison:
     return Comparison(difference, bounds, float(found.statistic), float(found.df), float(found.pvalue))
 
 
-def _certain(difference: float, degrees: float) -> Comparison:
-    """Without any spread the t statistic is 0/0 or infinite: say what it tends to."""
-    same = difference == 0
-    statistic = 0.0 if same else math.copysign(math.inf, difference)
-    return Comparison(difference, (difference, difference), statistic, degrees, 1.0 if same else 0.0)
+def _without_spread(difference: float, degrees: float, arrangements: int, confidence: float) -> Comparison:
+    """Where all runs agree, as on a coarse grid, the t statistic is 0/0 or infinite, and the exact test takes over.
+
+    It asks in how many of the ``arrangements`` of the runs, by arm or by sign, the difference would be as large: two.
+    """
+    if difference == 0:
+        return Comparison(0.0, (0.0, 0.0), 0.0, degrees, 1.0)
+    p = 2 / arrangements
+    bounds = (difference, difference) if p <= 1 - confidence else (-math.inf, math.inf)
+    return Comparison(difference, bounds, math.copysign(math.inf, difference), degrees, p)
 
 
 def _sample(name: str, values: Sequence[float], at_least: int) -> np.ndarray:

@@ -15,7 +15,8 @@ RULE = (
     "the difference lies inside, *contradicted* where it lies outside, *no difference beyond the margin* where it lies "
     "within the margin on both sides of 0, and otherwise *underpowered*: so many runs cannot tell. That there is no "
     "difference, or no gain, is claimed with the same margin. Different networks are compared by Welch's t-test, two "
-    "readings of the same networks by the paired one. P values are two-sided, and given as they are and with Holm's "
+    "readings of the same networks by the paired one, and by an exact test where all runs agree. P values are "
+    "two-sided, and given as they are and with Holm's "
     f"correction for the claims of the page. What could have been seen is the difference that as many runs with the "
     f"same spread show with a power of {stats.POWER:.0%}."
 )
@@ -73,14 +74,16 @@ def compare(
     found = (stats.paired if paired else stats.welch)(first, second)
     test = "paired t-test" if paired else "Welch's t-test"
     n = min(len(first), len(second))
-    spread = _spread(first, second, paired)
-    shown = stats.detectable(spread, n, paired=paired)
+    shown = stats.detectable(_spread(first, second, paired), n, paired=paired)
+    if math.isinf(found.statistic):
+        test = "exact test, for the runs agree"
+        shown = shown if math.isfinite(found.interval[0]) else math.inf
     verdict = judge(
         claim,
         found.interval,
         claimed,
         f"{stats.summary(first)} against {stats.summary(second)}: difference {found}, {test}; "
-        f"{shown:.2g} could have been seen",
+        + (f"{shown:.2g} could have been seen" if math.isfinite(shown) else "so few could not have shown any"),
         margin,
     )
     directed = claimed in (MORE, LESS)  # the P value is of no difference, which is what the others claim
