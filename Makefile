@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO := $(VENV)/.demo
 READY := $(VENV)/.ready
-BROWSER := $(VENV)/.browser
+SLOW := $(VENV)/.slow
 
 KERNELS := $(wildcard src/betternorm/backends/cpu/*.cpp src/betternorm/backends/cpu/*.h)
 PIP := $(BIN)/pip install --constraint constraints.txt
@@ -28,7 +28,7 @@ matrix:
 		$(MAKE) test PYTHON=python$$version VENV=.venv-$$version || exit 1; \
 	done
 
-test-slow: $(READY) $(BROWSER)
+test-slow: $(SLOW)
 	$(BIN)/pytest -q -m slow
 
 bench: $(READY)
@@ -64,9 +64,10 @@ $(READY): $(DEMO)
 	@$(STEP) 'installing what the tests use' $(PIP) --no-build-isolation --editable '.[dev]'
 	@touch $@
 
-# A real browser for the slow tests. Where the system's package cannot be installed, they say so and are skipped.
-$(BROWSER): $(READY)
-	$(PIP) --quiet playwright axe-playwright-python
+# What the slow tests use beside: Triton, a gigabyte, whose interpreter runs the GPU kernels without a GPU, and a real browser.
+# Where the system's package of that cannot be installed, its tests say so and are skipped.
+$(SLOW): $(READY)
+	@$(STEP) 'installing what the slow tests use' $(PIP) playwright axe-playwright-python 'triton; sys_platform == "linux"'
 	command -v chromium >/dev/null || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium; } || \
 		echo 'chromium is missing and apt-get cannot install it: the browser tests will be skipped' >&2
-	touch $@
+	@touch $@

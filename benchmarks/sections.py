@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -124,13 +125,18 @@ def memory(rounds: int, clock: str, device: str) -> Iterator[Row]:
             }
 
 
-def network(rounds: int, clock: str, device: str) -> Iterator[Row]:
+def resnet() -> nn.Module:
     from betternorm.integrations import torchvision
 
     torchvision.ready()
     from torchvision.models import resnet18
 
-    untouched = resnet18(weights=None)
+    model: nn.Module = resnet18(weights=None)
+    return model
+
+
+def network(rounds: int, clock: str, device: str) -> Iterator[Row]:
+    untouched = resnet()
     ghost = betternorm.convert(copy.deepcopy(untouched), "ghost", ghost_size=IMAGES[0] // 2)
     alpha_0 = betternorm.convert(copy.deepcopy(untouched), "weighed")
     alpha_01 = copy.deepcopy(alpha_0)
@@ -157,6 +163,44 @@ def network(rounds: int, clock: str, device: str) -> Iterator[Row]:
             yield from rows(
                 compare(steps, rounds, clock), section=f"network, inference, {way}", layout=layout, case="ResNet-18"
             )
+
+
+def forms(rounds: int, clock: str, device: str) -> Iterator[Row]:
+    """A compiled network with its layers as operators and in the plain form, by which the library chose."""
+    untouched = resnet()
+    models = {
+        "GhostBatchNorm": betternorm.convert(copy.deepcopy(untouched), "ghost", ghost_size=IMAGES[0] // 2),
+        "BatchGroupNorm": betternorm.convert(copy.deepcopy(untouched), "batch_group", num_groups=GROUPS),
+    }
+    for layout, memory_format in LAYOUTS.items():
+        images = torch.randn(IMAGES, device=device).contiguous(memory_format=memory_format)
+        torch.compiler.reset()
+
+        def step_of(model: nn.Module, layout: Any = memory_format, images: Tensor = images) -> Callable[[], object]:
+            model = copy.deepcopy(model).to(device, memory_format=layout).train()
+            return training_step(torch.compile(model, dynamic=False), images)
+
+        steps = {"untouched": step_of(untouched)}
+        for name, model in models.items():
+            steps[f"{name}, operator"] = as_plain_form(False, step_of(model))
+            steps[f"{name}, plain form"] = as_plain_form(True, step_of(model))
+        yield from rows(compare(steps, rounds, clock), section="forms", layout=layout, case="ResNet-18")
+
+
+def as_plain_form(wanted: bool, step: Callable[[], object]) -> Callable[[], object]:
+    def run() -> object:
+        with patch("betternorm.functional._left_to_compiler", always if wanted else never):
+            return step()
+
+    return run
+
+
+def never(channels_per_group: int) -> bool:
+    return False
+
+
+def always(channels_per_group: int) -> bool:
+    return True
 
 
 def training_step(model: nn.Module, images: Tensor) -> Callable[[], object]:
@@ -191,4 +235,5 @@ SECTIONS = {
     "compiled": compiled,
     "memory": memory,
     "network": network,
+    "forms": forms,
 }

@@ -24,11 +24,12 @@ from betternorm.errors import UserError
 
 @dataclass(frozen=True)
 class Command:
-    """Where a command lives, what it does in a line, and the extra of this package that it needs."""
+    """Where a command lives, what it does in a line, the extra of this package that it needs, and if it resumes."""
 
     module: str
     summary: str
     extra: str = ""
+    resumes: bool = False
 
     @property
     def help(self) -> str:
@@ -38,9 +39,13 @@ class Command:
 COMMANDS: dict[str, Command] = {
     "demo": Command("betternorm.commands.demo", "the improvements at work, on data that comes along", "lab"),
     "inspect": Command("betternorm.commands.inspect", "the norm layers of a model, and what would help each"),
-    "tune": Command("betternorm.commands.tune", "a trained network and labelled images in, a better network out"),
-    "train": Command("betternorm.commands.train", "train a network with any norm, and tune alpha", "lab"),
-    "reproduce": Command("betternorm.commands.reproduce", "the paper's experiments, at three scales", "lab"),
+    "tune": Command(
+        "betternorm.commands.tune", "a trained network and labelled images in, a better network out", resumes=True
+    ),
+    "train": Command("betternorm.commands.train", "train a network with any norm, and tune alpha", "lab", resumes=True),
+    "reproduce": Command(
+        "betternorm.commands.reproduce", "the paper's experiments, at four scales", "lab", resumes=True
+    ),
     "report": Command("betternorm.commands.report", "what has been run, as one page to look at and as files", "lab"),
     "completion": Command("betternorm.commands.completion", "completion of commands and options in your shell"),
 }
@@ -74,7 +79,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:
-        print("terminated" if signals else "interrupted", file=sys.stderr)
+        resumes = (
+            "; the same command goes on where this one stopped"
+            if called in COMMANDS and COMMANDS[called].resumes
+            else ""
+        )
+        print(f"{'terminated' if signals else 'interrupted'}{resumes}", file=sys.stderr)
         return TERMINATED if signals else INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains on its way out

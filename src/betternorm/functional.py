@@ -58,10 +58,7 @@ def grouped_batch_norm(
     averages: tuple[Any, ...] = ()
     if running_mean is not None and running_var is not None:
         averages = (running_mean, running_var, momentum, num_batches_tracked)
-    # In a compiled network the compiler joins the plain form with the activation that follows, and that is faster. Not
-    # so with groups of channels, where it does not keep their statistics but computes them anew for every value.
-    left_to_compiler = torch.compiler.is_compiling() and channels_per_group == 1
-    if not across and not left_to_compiler and fused(x, weight, bias):
+    if not across and not _left_to_compiler(channels_per_group) and fused(x, weight, bias):
         groups = number_of_groups(x.shape[0], examples_per_group)
         if averages and not _kept_as_usual(running_mean, running_var, num_batches_tracked):
             y, mean, var = operators.normalise(x, weight, bias, groups, channels_per_group, eps)
@@ -133,6 +130,15 @@ def weighed_batch_norm(
         return operators.infer(x, running_mean, running_var, weight, bias, alpha, channels_per_group, eps)
     _check_sizes(x, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
     return plain.infer(x, running_mean, running_var, weight, bias, alpha, channels_per_group, eps)
+
+
+def _left_to_compiler(channels_per_group: int) -> bool:
+    """Whether training is in the plain form because it is being compiled; by the benchmark ``forms``.
+
+    In a compiled network the compiler joins the plain form with the activation that follows, and that is faster. Not
+    so with groups of channels, where it does not keep their statistics but computes them anew for every value.
+    """
+    return torch.compiler.is_compiling() and channels_per_group == 1
 
 
 def _kept_as_usual(running_mean: Tensor | None, running_var: Tensor | None, batches: Tensor | None) -> bool:

@@ -210,7 +210,9 @@ def test_one_alpha_a_layer(folder: Path) -> None:
     assert set(found.per_layer.alphas) == {"1"}
 
 
-def test_an_interrupted_command_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_command_goes_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert tune("--out", "whole.pt") == OK
     measure, calls = Evaluations._measure, []
 
@@ -222,6 +224,7 @@ def test_an_interrupted_command_goes_on(folder: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(Evaluations, "_measure", interrupted)
     assert tune() == INTERRUPTED
+    assert capsys.readouterr().err.endswith("interrupted; the same command goes on where this one stopped\n")
     assert Path("net-tuned.unfinished").exists()
     assert tune() == OK
     assert AlphaSearch.load("net-tuned.json") == AlphaSearch.load("whole.json")
