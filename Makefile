@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 SLOW := $(VENV)/.slow
 
 KERNELS := $(wildcard src/betternorm/backends/cpu/*.cpp src/betternorm/backends/cpu/*.h)
-PIP := $(BIN)/pip install --constraint constraints.txt
+PIP := $(BIN)/pip install --constraint constraints.txt --no-compile # Python compiles what is imported; pip would compile all
 STEP := $(PYTHON) tools/step.py
 
 .PHONY: demo test matrix test-slow bench zoo docs format clean
