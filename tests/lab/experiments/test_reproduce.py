@@ -169,6 +169,7 @@ def shrunk(trial, weights):
             "epochs": 1,
             "steps_per_epoch": 2,
             "batch_size": batch,
+            "train_examples": None if trial.classes_per_batch else 2 * batch,  # not all of these have enough of a class
             "precision": "32-true",
             "alpha_grid": (0.0, 1.0),
             "test": False,

@@ -237,7 +237,7 @@ def _stand_in(facts: Facts) -> dict[str, Split]:
     generator = torch.Generator().manual_seed(SPLIT_SEED)
     shape = (facts.channels, facts.size, facts.size)
     prototypes = torch.rand(facts.classes, facts.channels, 2, 2, generator=generator) * 160
-    count = max(64, min(2048, (1 << 26) // (3 * facts.size**2)))
+    count = max(64, min(512, (1 << 24) // (3 * facts.size**2)))
     splits = {}
     for part, share in (("train", 1), ("val", 4), ("test", 4)):
         labels = torch.randint(0, facts.classes, (count // share,), generator=generator)
