@@ -61,8 +61,8 @@ class FiveDimensions(nn.Module):
         groups = x.unflatten(0, (-1, self.ghost_size))
         var, mean = torch.var_mean(groups, (1, 3, 4), correction=0, keepdim=True)
         with torch.no_grad():
-            self.running_mean.lerp_(mean.mean(0).flatten().float(), 0.1)
-            self.running_var.lerp_(var.mean(0).flatten().float(), 0.1)
+            self.running_mean.lerp_(mean.mean(0).flatten().to(self.running_mean.dtype), 0.1)
+            self.running_var.lerp_(var.mean(0).flatten().to(self.running_var.dtype), 0.1)
         y = (groups - mean) * torch.rsqrt(var + 1e-5)
         return (y * self.weight[:, None, None] + self.bias[:, None, None]).flatten(0, 1)
 
