@@ -29,7 +29,7 @@ matrix:
 	done
 
 test-slow: $(SLOW)
-	$(BIN)/pytest -q -m slow
+	$(BIN)/pytest -q -m slow -n 2 --dist loadfile
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks

@@ -37,6 +37,8 @@ def main() -> None:
         parser.error(
             f"--clock processor --threads {arguments.threads}: threads that wait count as busy; add --threads 1"
         )
+    if arguments.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error(f"--device {arguments.device}: torch finds no GPU here; leave it out to measure the CPU")
     torch.manual_seed(0)
     torch.set_num_threads(arguments.threads)
 

@@ -253,6 +253,7 @@ def _python(words: list[str]) -> None:
     """The benchmarks, from the checkout, with few turns."""
     if "benchmarks" in words:
         words = [*words, "--rounds", "20", "--only", "memory", "--json", str(Path.cwd() / "out.json")]
+        words += [] if torch.cuda.is_available() else ["--device", "cpu"]
     elif "benchmarks.lab" in words:
         words = [word.replace("FOLDER", str(Path.cwd() / "data")) for word in words]
     else:

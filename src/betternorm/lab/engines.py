@@ -349,7 +349,8 @@ def _cluster(ray: Any, address: str | None, workers: int | None, threads: int) -
             cpus = workers * threads if workers else None
             ray.init(num_cpus=cpus, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, RuntimeError, ValueError) as problem:
-        raise UserError(f"Ray cannot be reached at {address}: {str(problem).splitlines()[0]}") from problem
+        where = f"reached at {address}" if address else "started here"
+        raise UserError(f"Ray cannot be {where}: {str(problem).splitlines()[0]}") from problem
     if callable(on_termination) and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, on_termination)  # Ray puts one in its place that aborts
     try:
