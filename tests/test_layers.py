@@ -632,7 +632,7 @@ def test_a_count_of_another_type_counts_as_in_torch() -> None:
     ours, theirs = GroupedBatchNorm(4), nn.BatchNorm2d(4)
     x = torch.randn(6, 4, 3, 3) + 1
     for layer in (ours, theirs):
-        layer.num_batches_tracked = layer.num_batches_tracked.double()  # as `layer.apply` of a careless cast leaves it
+        layer.num_batches_tracked = layer.num_batches_tracked.double()
         layer(x)
         layer(x)
     assert ours.num_batches_tracked.dtype == theirs.num_batches_tracked.dtype == torch.float64

@@ -165,7 +165,8 @@ def apply_statistics(
         # y does not depend on what is subtracted from both x and its mean, so that needs no gradient. The gradients of
         # mean and bias are then those of one table, and the backward pass sums the output's once for both.
         centre = mean.detach()
-        mean, shift = centre, (centre - mean) * scale if bias is None else bias - (mean - centre) * scale
+        shift = (centre - mean) * scale
+        mean, shift = centre, shift if bias is None else shift + bias
     y = (x - _along_space(mean, x)) * _along_space(scale, x)
     return (y if shift is None else y + _along_space(shift, x)).to(x.dtype)
 
