@@ -27,7 +27,7 @@ BATCHES = {
     "paper": (1, 2, 4, 8, 16, 32, 64, 128),
 }
 GHOSTS = {"smoke": 4, "small": 8, "medium": 16, "paper": 16}
-EPOCHS = {4: 20, 2: 15, 1: 10}  # at medium scale, so that a trial stays below half an hour
+EPOCHS = {4: 20, 2: 8, 1: 5}  # at medium scale, so that a trial stays below half an hour
 BATCH, GROUP, GHOST, OURS = "batch norm", "group norm", "ghosts alone, by their size", "all four"
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from betternorm.lab.experiments import claims, findings
+from betternorm.lab.experiments import claims, findings, protocol
 from betternorm.lab.experiments.findings import Findings, FinishedRuns, Label
 from betternorm.lab.experiments.scales import FEW, PAPER, SMALL, SMOKE, groups, with_norm, with_renorm
 from betternorm.lab.results import Figure, Table, Verdict
@@ -35,10 +35,11 @@ BASE = {
         epochs=60,
         classes_per_batch=2,
     ),
-    "medium": replace(FEW, classes_per_batch=4),
+    "medium": replace(FEW, classes_per_batch=4, learning_rate=protocol.FOUR_CLASSES, epochs=20),
     "paper": replace(PAPER, classes_per_batch=4),
 }
 SIZES = {"smoke": (8,), "small": (16, 8, 4, 2), "medium": (32, 16, 8, 4, 2), "paper": (64, 32, 16, 8, 4, 2)}
+RATES = (0.003, 0.01, 0.03)  # candidates at medium scale, for the two ends of the table
 BATCH, RENORM, GROUP = "batch norm", "batch renorm", "batch group norm"
 RANDOM = "batch group norm, random batches"
 
@@ -71,7 +72,19 @@ def arms(scale: str) -> dict[Label, Config]:
     return found
 
 
+def candidates(scale: str) -> dict[Label, Config]:
+    """What the learning rate at medium scale is chosen from: batch norm and batch group norm at each."""
+    found = arms(scale)
+    return {
+        (f"{label[0]}, learning rate {rate:g}", label[1]): replace(found[label], learning_rate=rate)
+        for label in ((BATCH, BASE[scale].batch_size), (GROUP, 2))
+        for rate in RATES
+    }
+
+
 def conclude(runs: FinishedRuns) -> Findings:
+    if GROUP not in runs.names():
+        return _candidates(runs)
     rows = []
     bars: dict[str, dict[str, list[float]]] = {"alpha off": {}, "alpha on": {}}
     read = {label: {tail: runs.numbers(label, f"test_top1{tail}") for tail in ("", "_own")} for label in runs}
@@ -127,3 +140,11 @@ def conclude(runs: FinishedRuns) -> Findings:
     )
     headers = ["method", "B'", "test top-1, alpha off, %", "alpha on", "best alpha for it", "the paper, off", "on"]
     return Findings([Table("Test top-1, batches of a few classes", headers, rows)], [figure], verdicts)
+
+
+def _candidates(runs: FinishedRuns) -> Findings:
+    """What the learning rate is chosen by; nothing is judged."""
+    columns = ("validation_top1", "validation_top1_own")
+    rows = [[*label, *(findings.cell(runs.numbers(label, name)) for name in columns)] for label in runs]
+    headers = ["method", "B'", "validation top-1, alpha off, %", "alpha on"]
+    return Findings([Table("Validation top-1, batches of a few classes", headers, rows)], [], [])

@@ -16,7 +16,6 @@ FIXED = {
     "alpha-ghost": "the pilot",
     "alpha-groupnorm": "the pilot; 8 groups, as at the small scale",
     "decay": "the pilot; decay of gamma and beta as strong as that of the weights, as in the paper",
-    "non-iid": "the pilot",
 }
 
 # Differences that do not matter, for claims that there is none.
@@ -24,6 +23,9 @@ MARGINS = {"top1": 0.5, "cross_entropy": 0.02}  # points; nats
 
 # What the plan assumes of the standard deviation between seeds, until it has been measured.
 SPREAD = {"top1": 0.45, "top1, same network": 0.2}
+
+# Learning rate of every norm with four classes per batch. To be chosen on validation data; until then in the middle.
+FOUR_CLASSES = 0.01
 
 # Learning rate and groups of channels of each norm at B = 2. To be chosen on validation data; until then in the middle.
 TWO_EXAMPLES: dict[str, tuple[float, int | None]] = {
