@@ -50,7 +50,15 @@ def main() -> None:
             where = str(row.layers) if row is not found.few_layers.rows[-1] else "all"
             change = f"{gain.difference:+.4f}"
             lines.append(
-                [f"ResNet-{depth}", where, f"{gain.after:.4f}", change, interval, f"{row.share:.0%}", row.work]
+                [
+                    f"ResNet-{depth}",
+                    where,
+                    f"{gain.after:.4f}",
+                    change,
+                    interval,
+                    "none" if row.share is None else f"{row.share:.0%}",
+                    row.work,
+                ]
             )
     print(
         table(["network", "layers", "after temperature", "change", "95 % interval", "of the gain", "not folded"], lines)

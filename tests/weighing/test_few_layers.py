@@ -32,10 +32,10 @@ def answers(model: nn.Sequential, batch: Any) -> tuple[Tensor, Tensor]:
 distance = Metric("distance", lambda output, target: (output - target).square().sum(1), higher_is_better=False)
 
 
-def data(spread: float = 0.03) -> list[tuple[Tensor, Tensor]]:
+def data(spread: float = 0.03, targets: Tensor = TARGETS) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(5)
-    noise = torch.randn(400, len(TARGETS), generator=generator) * spread
-    return batches(torch.randn(400, 1, generator=generator), TARGETS + noise, 20)
+    noise = torch.randn(400, len(targets), generator=generator) * spread
+    return batches(torch.randn(400, 1, generator=generator), targets + noise, 20)
 
 
 def tuned(layers: int, **options: Any) -> tuple[nn.Sequential, AlphaSearch]:
@@ -72,6 +72,18 @@ def test_the_table_shows_gain_against_cost() -> None:
     assert gains[1] == pytest.approx(exact, rel=0.1)
     assert "not folded" in str(found)
     assert "set alpha in 2 of 6 layers: 1, 4" in str(found)
+
+
+def test_where_alpha_in_all_layers_gains_nothing_there_is_no_share_of_it() -> None:
+    one_alone = torch.tensor([0.3, -0.2, -0.2, -0.2, -0.2, -0.2])
+    found = tune_alpha(
+        six_layers(), data(targets=one_alone), metrics=(distance,), objective=distance, layers=1, forward=answers
+    )
+    assert found.few_layers is not None
+    assert list(found.few_layers.alphas) == ["0"]
+    assert found.few_layers.rows[0].gain.difference < -0.05
+    assert {row.share for row in found.few_layers.rows} == {None}
+    assert "nan" not in str(found)
 
 
 def test_the_result_is_written_and_read(tmp_path: Path) -> None:

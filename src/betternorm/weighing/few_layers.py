@@ -60,9 +60,10 @@ def tune_few_layers(
     _try_together(aim, ranked, counts, count)
     work = _work(evaluations)
     rows = [aim.judged(k, work) for k in counts]
-    rows.append(LayersRow(len(evaluations.layers), dict.fromkeys(evaluations.layers, aim.single), aim.of_all, 1.0, 1.0))
-    for row in rows:
-        row.share = row.gain.difference / aim.of_all.difference if aim.of_all.difference else float("nan")
+    rows.append(LayersRow(len(evaluations.layers), dict.fromkeys(evaluations.layers, aim.single), aim.of_all, 1.0))
+    if evaluations.metrics[single.objective].is_better(aim.of_all.after, aim.of_all.before):
+        for row in rows:
+            row.share = row.gain.difference / aim.of_all.difference
     chosen = next(row for row in rows if row.layers == count)
     return FewLayers(
         layers=count,
@@ -120,7 +121,7 @@ class _Aim:
             }
             tried = _settings(self.evaluations, count)[1:]
             gain = self._sets.mean_gain(held_out, self._confidence, self._seed, tried=tried)
-        return LayersRow(count, alphas, gain, float("nan"), sum(work[name] for name in alphas))
+        return LayersRow(count, alphas, gain, sum(work[name] for name in alphas))
 
     def gain(self, metric: str, count: int) -> Gain:
         """What they gain in a metric on the clean data, each fold with what is best without it."""

@@ -121,7 +121,7 @@ class AlphaSearch:
             [
                 "all" if row is few.rows[-1] else str(row.layers),
                 *_gain_cells(self.objective, row.gain)[1:],
-                f"{row.share:.0%}",
+                "none" if row.share is None else f"{row.share:.0%}",
                 f"{row.work:.1%}",
                 ", ".join(f"{name} {alpha:.3g}" for name, alpha in list(row.alphas.items())[:5])
                 if row is not few.rows[-1]
@@ -266,15 +266,15 @@ class LayersRow:
     Attributes:
         alphas: by layer name.
         gain: in the objective, held out.
-        share: of the gain of one alpha in all layers.
         work: of all values that pass through norm layers, the part that passes through these, which cannot be folded.
+        share: of the gain of one alpha in all layers; None where that gains nothing.
     """
 
     layers: int
     alphas: dict[str, float]
     gain: Gain
-    share: float
     work: float
+    share: float | None = None
 
 
 @dataclass

@@ -6,7 +6,7 @@ import pytest
 
 from betternorm.errors import UserError
 from betternorm.lab import engines
-from betternorm.lab.experiments import protocol, registry, runner, small_batch
+from betternorm.lab.experiments import combined, protocol, registry, runner, small_batch
 from betternorm.lab.experiments.scales import FEW
 from betternorm.lab.store import DONE
 from betternorm.lab.trials import Runtime
@@ -31,6 +31,26 @@ def test_every_norm_at_two_examples_has_the_same_candidates():
         rates.setdefault(norm, set()).add((rate, count))
     assert {rate for rate, _ in rates["batch norm"]} == {rate for rate, _ in rates["group norm"]}
     assert rates["group norm"] == rates["batch group norm"]
+
+
+def test_all_four_at_two_examples_are_the_networks_of_the_experiment_on_two_examples():
+    at_two = {label[1]: trial for label, trial in combined.arms("medium").items() if label[2] == 2}
+    own = {label[1]: trial for label, trial in small_batch.arms("medium").items()}
+    for method, same in {
+        combined.BATCH: small_batch.PLAIN,
+        combined.GROUP: small_batch.GROUP,
+        combined.OURS: small_batch.BOTH + small_batch.DECAYED,
+    }.items():
+        assert at_two[method].key == own[same].key
+
+
+def test_learning_rates_between_the_two_that_were_chosen_lie_between_them():
+    rates = {
+        label[2]: trial.learning_rate for label, trial in combined.arms("medium").items() if label[1] == "batch norm"
+    }
+    assert rates[128] == FEW.learning_rate
+    assert rates[2] == protocol.TWO_EXAMPLES["batch norm"][0]
+    assert rates[128] / rates[16] == pytest.approx((rates[128] / rates[2]) ** 0.5, rel=0.01)  # 16 is in the middle
 
 
 def test_code_that_is_not_committed_does_not_run_at_medium_scale(tmp_path, monkeypatch):
