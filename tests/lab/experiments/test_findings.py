@@ -44,6 +44,13 @@ def test_arms_are_paired_by_seed():
     assert runs.by_seed((("a",), "top1"), (("b",), "top1")) == [[200.0], [700.0]]
 
 
+def test_a_row_that_has_not_read_the_test_set_has_no_test_numbers():
+    candidate = row(alpha_top1=0.5, alpha_table=[{"alpha": 0.5, "top1": 0.25}])
+    assert findings.read(candidate, "validation_top1_own") == 0.25
+    assert findings.read(candidate, "test_top1_own") is None
+    assert findings.read(candidate, "test_top1") is None
+
+
 def test_a_metric_at_its_own_alpha_is_also_read_from_rows_that_have_only_tables():
     table = [{"alpha": 0.0, "top1": 0.4}, {"alpha": 0.2, "top1": 0.5}]
     old = row(alpha_top1=0.2, alpha_table=table, test_table=table[::-1], test_top1=0.4)

@@ -81,9 +81,9 @@ def read(row: Row, name: str) -> float | None:
     if name in row.result:
         return float(row.result[name])
     split, _, metric = name.removesuffix("_own").partition("_")
-    if not name.endswith("_own") or f"alpha_{metric}" not in row.result:
+    table = row.result.get("alpha_table" if split == "validation" else "test_table")
+    if not name.endswith("_own") or f"alpha_{metric}" not in row.result or table is None:
         return None
-    table = row.result["alpha_table" if split == "validation" else "test_table"]
     at = {line["alpha"]: line for line in table}
     return float(at[row.result[f"alpha_{metric}"]][metric])
 
