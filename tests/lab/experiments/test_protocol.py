@@ -1,6 +1,9 @@
 """The test set is read only where the protocol says that an experiment is settled, and rows name a commit."""
 
+import csv
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +13,8 @@ from betternorm.lab.experiments import combined, protocol, registry, runner, sma
 from betternorm.lab.experiments.scales import FEW
 from betternorm.lab.store import DONE
 from betternorm.lab.trials import Runtime
+
+ROOT = Path(__file__).parents[3]
 
 UNSETTLED = [name for name in registry.names_at("medium") if name not in protocol.FIXED]
 
@@ -31,6 +36,17 @@ def test_every_norm_at_two_examples_has_the_same_candidates():
         rates.setdefault(norm, set()).add((rate, count))
     assert {rate for rate, _ in rates["batch norm"]} == {rate for rate, _ in rates["group norm"]}
     assert rates["group norm"] == rates["batch group norm"]
+
+
+def test_what_was_chosen_at_two_examples_is_the_best_candidate():
+    best = {}
+    with (ROOT / "docs/results/protocol/two-examples.csv").open() as file:
+        for row in csv.DictReader(file):
+            assert (row["seed"], row["test"]) == (str(protocol.TUNING_SEED), "False")
+            setting = float(row["learning_rate"]), dict(json.loads(row["norm_options"])).get("num_groups")
+            best.setdefault(row["norm"], []).append((float(row["validation_top1_own"]), setting))
+    chosen = {{**small_batch.METHODS, "batch": small_batch.PLAIN}[norm]: max(found)[1] for norm, found in best.items()}
+    assert chosen == protocol.TWO_EXAMPLES
 
 
 def test_all_four_at_two_examples_are_the_networks_of_the_experiment_on_two_examples():

@@ -15,6 +15,8 @@ FIXED = {
     "ghost-size": "the pilot",
     "alpha-ghost": "the pilot",
     "alpha-groupnorm": "the pilot; 8 groups, as at the small scale",
+    "small-batch": "candidates of two epochs",
+    "combined": "the pilot at B = 128, the candidates at B = 2, and what lies between them",
     "decay": "the pilot; decay of gamma and beta as strong as that of the weights, as in the paper",
 }
 
@@ -27,9 +29,10 @@ SPREAD = {"top1": 0.45, "top1, same network": 0.2}
 # Learning rate of every norm with four classes per batch. To be chosen on validation data; until then in the middle.
 FOUR_CLASSES = 0.01
 
-# Learning rate and groups of channels of each norm at B = 2. To be chosen on validation data; until then in the middle.
+# Learning rate and groups of channels of each norm at B = 2: of the candidates (docs/results/protocol/two-examples.csv)
+# the one with the highest top-1 on validation data, at its best alpha.
 TWO_EXAMPLES: dict[str, tuple[float, int | None]] = {
-    "group norm": (0.005, 8),
-    "batch group norm": (0.005, 8),
-    "batch norm": (0.005, None),
+    "group norm": (0.0125, 16),
+    "batch group norm": (0.005, 16),
+    "batch norm": (0.0016, None),
 }
