@@ -23,6 +23,7 @@ from betternorm.lab.training import Config
 TITLE = "Batches that are not i.i.d."
 PLACE = "Table 1, section 4.4"
 
+MOMENTUM, RATE = protocol.FOUR_CLASSES  # at medium scale
 BASE = {
     "smoke": replace(SMOKE, classes_per_batch=2),
     "small": replace(
@@ -35,11 +36,17 @@ BASE = {
         epochs=60,
         classes_per_batch=2,
     ),
-    "medium": replace(FEW, classes_per_batch=4, learning_rate=protocol.FOUR_CLASSES, epochs=20),
+    "medium": replace(FEW, classes_per_batch=4, epochs=20, momentum=MOMENTUM, learning_rate=RATE),
     "paper": replace(PAPER, classes_per_batch=4),
 }
 SIZES = {"smoke": (8,), "small": (16, 8, 4, 2), "medium": (32, 16, 8, 4, 2), "paper": (64, 32, 16, 8, 4, 2)}
-RATES = (0.003, 0.01, 0.03)  # candidates at medium scale, for the two ends of the table
+SETTINGS = (  # candidates at medium scale: momentum, of which 0.99 is a mean over a hundred batches; learning rate
+    (0.99, 0.003),
+    (0.99, 0.01),
+    (0.9, 0.003),
+    (0.9, 0.01),
+    (0.9, 0.03),
+)
 BATCH, RENORM, GROUP = "batch norm", "batch renorm", "batch group norm"
 RANDOM = "batch group norm, random batches"
 
@@ -73,12 +80,14 @@ def arms(scale: str) -> dict[Label, Config]:
 
 
 def candidates(scale: str) -> dict[Label, Config]:
-    """What the learning rate at medium scale is chosen from: batch norm and batch group norm at each."""
+    """What momentum and learning rate at medium scale are chosen from: batch norm and batch group norm with each."""
     found = arms(scale)
     return {
-        (f"{label[0]}, learning rate {rate:g}", label[1]): replace(found[label], learning_rate=rate)
+        (f"{label[0]}, momentum {momentum}, learning rate {rate}", label[1]): replace(
+            found[label], momentum=momentum, learning_rate=rate
+        )
+        for momentum, rate in SETTINGS
         for label in ((BATCH, BASE[scale].batch_size), (GROUP, 2))
-        for rate in RATES
     }
 
 
