@@ -26,8 +26,8 @@ MARGINS = {"top1": 0.5, "cross_entropy": 0.02}  # points; nats
 # What the plan assumes of the standard deviation between seeds, until it has been measured.
 SPREAD = {"top1": 0.45, "top1, same network": 0.2}
 
-# Momentum and learning rate of every norm with four classes per batch. To be chosen on validation data.
-FOUR_CLASSES = 0.99, 0.003
+# Learning rate of every norm with four classes per batch. To be chosen on validation data.
+FOUR_CLASSES = 0.003
 
 # Learning rate and groups of channels of each norm at B = 2: of the candidates (docs/results/protocol/two-examples.csv)
 # the one with the highest top-1 on validation data, at its best alpha.
