@@ -9,7 +9,7 @@ import pytest
 
 from betternorm.errors import UserError
 from betternorm.lab import engines
-from betternorm.lab.experiments import combined, protocol, registry, runner, small_batch
+from betternorm.lab.experiments import combined, non_iid, protocol, registry, runner, small_batch
 from betternorm.lab.experiments.scales import FEW
 from betternorm.lab.store import DONE
 from betternorm.lab.trials import Runtime
@@ -47,6 +47,17 @@ def test_what_was_chosen_at_two_examples_is_the_best_candidate():
             best.setdefault(row["norm"], []).append((float(row["validation_top1_own"]), setting))
     chosen = {{**small_batch.METHODS, "batch": small_batch.PLAIN}[norm]: max(found)[1] for norm, found in best.items()}
     assert chosen == protocol.TWO_EXAMPLES
+
+
+def test_the_learning_rate_with_four_classes_per_batch_is_the_best_candidate():
+    found = {}
+    with (ROOT / "docs/results/protocol/four-classes.csv").open() as file:
+        for row in csv.DictReader(file):
+            assert (row["seed"], row["test"]) == (str(protocol.TUNING_SEED), "False")
+            if int(row["batch_size"]) == non_iid.BASE["medium"].batch_size:
+                found.setdefault(float(row["learning_rate"]), []).append(float(row["validation_top1_own"]))
+    assert sorted(found) == sorted(non_iid.RATES)
+    assert max(found, key=lambda rate: sum(found[rate])) == protocol.FOUR_CLASSES
 
 
 def test_all_four_at_two_examples_are_the_networks_of_the_experiment_on_two_examples():
