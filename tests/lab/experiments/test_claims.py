@@ -79,3 +79,11 @@ def test_p_values_are_corrected_for_the_claims_of_a_page_that_have_one():
 def test_a_claim_of_parts_holds_where_all_parts_do(parts, outcome):
     verdicts = [Verdict("part", part, "") for part in parts]
     assert claims.together("whole", verdicts).outcome is outcome
+
+
+def test_numbers_have_as_many_places_as_their_interval_needs():
+    points = claims.compare("points", [50.1, 51.2, 50.6], [48.0, 48.9, 48.4])
+    assert "50.63 ± 0.55 (n = 3) against 48.43 ± 0.45 (n = 3): difference +2.20 [" in points.evidence
+    nats = claims.compare("nats", [1.8012, 1.8103, 1.8055], [1.8110, 1.8204, 1.8151], paired=True)
+    assert "1.8057 ± 0.0046 (n = 3) against 1.8155 ± 0.0047 (n = 3): difference -0.0098 [" in nats.evidence
+    assert nats.measured.startswith("-0.0098 [")

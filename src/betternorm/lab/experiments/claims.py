@@ -78,17 +78,25 @@ def compare(
     if math.isinf(found.statistic):
         test = "exact test, for the runs agree"
         shown = shown if math.isfinite(found.interval[0]) else math.inf
+    form = f".{_places(found.interval)}f"
     verdict = judge(
         claim,
         found.interval,
         claimed,
-        f"{stats.summary(first)} against {stats.summary(second)}: difference {found}, {test}; "
+        f"{stats.summary(first):{form}} against {stats.summary(second):{form}}: difference {found:{form}}, "
+        f"P = {found.p:.3g}, {test}; "
         + (f"{shown:.2g} could have been seen" if math.isfinite(shown) else "so few could not have shown any"),
         margin,
     )
     directed = claimed in (MORE, LESS)  # the P value is of no difference, which is what the others claim
-    measured = f"{found:.2f} (n = {n})"
+    measured = f"{found:{form}} (n = {n})"
     return replace(verdict, p=found.p if directed else None, measured=measured, detectable=shown)
+
+
+def _places(interval: tuple[float, float]) -> int:
+    """Two decimal places, and up to four where the interval is so narrow that two would not show it."""
+    width = interval[1] - interval[0]
+    return min(max(2, 1 - math.floor(math.log10(width / 2))), 4) if 0 < width < math.inf else 2
 
 
 def _spread(first: Sequence[float], second: Sequence[float], paired: bool) -> float:
