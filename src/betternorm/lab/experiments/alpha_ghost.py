@@ -61,6 +61,10 @@ def _verdicts(runs: FinishedRuns, task: str, sizes: list[int]) -> list[Verdict]:
                 claims.LESS,
             ),
         ]
+    ghosts = {size: runs.numbers((task, size), "validation_top1") for size in sizes[1:]}
+    best = findings.best(ghosts) or sizes[-1]
+    claim = f"{task}: alpha adds to ghost size {best}, the best on validation data (test top-1)"
+    found.append(claims.gain(claim, runs, (task, best), "test_top1"))
     found.append(claims.gain(f"{task}: alpha raises test top-5 with batch norm", runs, whole, "test_top5"))
     than = f"with ghost size {sizes[-1]} than with batch norm"
     for metric, words, claimed in (
@@ -74,4 +78,15 @@ def _verdicts(runs: FinishedRuns, task: str, sizes: list[int]) -> list[Verdict]:
     for metric, words in (("top1", "top-1"), ("cross_entropy", "cross-entropy")):
         ours, theirs = (runs.numbers(label, f"alpha_{metric}") for label in (smallest, whole))
         found.append(claims.compare(f"{task}: the best alpha for {words} is larger {than}", ours, theirs))
+    for label, named in ((whole, "batch norm"), (smallest, f"ghost size {sizes[-1]}")):
+        top1, loss = runs.by_seed((label, "alpha_top1"), (label, "alpha_cross_entropy"))
+        intuitive = [1 / label[1]] * len(loss)
+        found += [
+            claims.differ(
+                f"{task}: the best alpha for cross-entropy is not 1/B with {named}", loss, intuitive, paired=True
+            ),
+            claims.differ(
+                f"{task}: the best alphas for top-1 and for cross-entropy differ with {named}", top1, loss, paired=True
+            ),
+        ]
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from betternorm.lab import stats
 from betternorm.lab.experiments.findings import FinishedRuns, Label
@@ -48,10 +49,10 @@ def judge(claim: str, interval: tuple[float, float], claimed: Region, evidence: 
     low, high = interval
     if low > claimed.low and high < claimed.high:
         outcome = Outcome.SEEN
+    elif -margin < low <= 0 <= high < margin:
+        outcome = Outcome.NO_DIFFERENCE
     elif high <= claimed.low or low >= claimed.high:
         outcome = Outcome.CONTRADICTED
-    elif -margin < low and high < margin:
-        outcome = Outcome.NO_DIFFERENCE
     else:
         outcome = Outcome.UNDERPOWERED
     return Verdict(claim, outcome, evidence)
@@ -69,8 +70,7 @@ def compare(
     """A verdict on the difference of two arms, first less second."""
     if min(len(first), len(second)) < 2:
         runs = f"there are {len(first)} and {len(second)} runs; it takes two of each"
-        outcome = Outcome.UNDERPOWERED if first and second else Outcome.NOT_RUN
-        return Verdict(claim, outcome, runs, detectable=math.inf)
+        return Verdict(claim, Outcome.NOT_RUN, runs)
     found = (stats.paired if paired else stats.welch)(first, second)
     test = "paired t-test" if paired else "Welch's t-test"
     n = min(len(first), len(second))
@@ -91,6 +91,12 @@ def compare(
     directed = claimed in (MORE, LESS)  # the P value is of no difference, which is what the others claim
     measured = f"{found:{form}} (n = {n})"
     return replace(verdict, p=found.p if directed else None, measured=measured, detectable=shown)
+
+
+def differ(claim: str, first: Sequence[float], second: Sequence[float], **how: Any) -> Verdict:
+    """A verdict on whether two arms differ, in whichever direction: the intervals are two-sided."""
+    above = bool(first and second) and sum(first) / len(first) > sum(second) / len(second)
+    return compare(claim, first, second, MORE if above else LESS, **how)
 
 
 def _places(interval: tuple[float, float]) -> int:

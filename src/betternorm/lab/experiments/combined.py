@@ -17,7 +17,7 @@ from dataclasses import replace
 from betternorm.lab.experiments import claims, decay, findings, ghost_size, protocol, small_batch
 from betternorm.lab.experiments.findings import Findings, FinishedRuns, Label
 from betternorm.lab.experiments.scales import TASKS, at_batch_size, groups, with_norm
-from betternorm.lab.results import Figure, Table
+from betternorm.lab.results import Figure, Table, Verdict
 from betternorm.lab.training import Config
 from betternorm.lab.trials import Trial
 
@@ -85,7 +85,26 @@ def _settled(config: Config, whole: Config) -> Config:
 
 
 def conclude(runs: FinishedRuns) -> Findings:
-    return across_batch_sizes(runs, "All four, across batch sizes")
+    shared = across_batch_sizes(runs, "All four, across batch sizes")
+    verdicts = [verdict for task in runs.names() for verdict in _at_the_largest(runs, task)]
+    return replace(shared, verdicts=[*shared.verdicts, *verdicts])
+
+
+def _at_the_largest(runs: FinishedRuns, task: str) -> list[Verdict]:
+    """What the other techniques add to ghosts, and how the two baselines compare."""
+    whole = max(size for one, method, size in runs if (one, method) == (task, BATCH))
+    ghosts = GHOSTS[runs.scale]
+
+    def read(method: str, size: int) -> list[float]:
+        return runs.numbers((task, method, size), _read(method))
+
+    return [
+        claims.compare(f"{task}, B = {whole}: {claim}", first, second, margin=runs.margin("top1"))
+        for claim, first, second in (
+            (f"all four improve on ghosts of {ghosts} alone", read(OURS, whole), read(GHOST, ghosts)),
+            ("batch norm is better than Group Norm", read(BATCH, whole), read(GROUP, whole)),
+        )
+    ]
 
 
 def across_batch_sizes(runs: FinishedRuns, title: str, group: str = GROUP) -> Findings:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from betternorm.lab.experiments import claims, findings
+from betternorm.lab.experiments import claims, findings, ghost_size
 from betternorm.lab.experiments.findings import Findings, FinishedRuns, Label
 from betternorm.lab.experiments.scales import CALTECH256, FEW, PAPER, SMALL, SMOKE
 from betternorm.lab.results import Figure, Table, Verdict
@@ -73,7 +73,7 @@ def arms(scale: str) -> dict[Label, Trial]:
 
 
 def conclude(runs: FinishedRuns) -> Findings:
-    columns = ("validation_top1", "test_top1", "train_top1", "test_cross_entropy")
+    columns = ("validation_top1", "test_top1", ghost_size.TRAINING, "test_cross_entropy")
     rows = [[label[1], label[2], *(findings.cell(runs.numbers(label, name)) for name in columns)] for label in runs]
     verdicts: list[Verdict] = []
     effects: dict[str, list[float]] = {}
@@ -107,4 +107,5 @@ def conclude(runs: FinishedRuns) -> Findings:
         for network in runs.names(1)
     ]
     figure = Figure("Decay on gamma and beta", "decay", "test top-1, %", bars, kind="bar")
-    return Findings([Table("Top-1 by decay on gamma and beta", headers, rows)], [figure], verdicts)
+    table = Table("Top-1 by decay on gamma and beta", headers, rows)
+    return Findings([table], [figure], verdicts, ghost_size.TRAINING_NOTE)

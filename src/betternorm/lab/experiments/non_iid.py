@@ -45,7 +45,8 @@ RANDOM = "batch group norm, random batches"
 
 # Table 1 of the paper: top-1 with alpha off and on. Of random batches it gives but one number.
 PAPERS_BATCH = 128
-PAPERS = {
+BARS = ("alpha off", "alpha on", "the paper, off", "the paper, on")
+PAPERS: dict[Label, tuple[float | None, float]] = {
     (BATCH, 128): (40.1, 62.2),
     (RENORM, 128): (69.0, 69.0),
     ("ghost batch norm", 64): (42.3, 50.8),
@@ -55,7 +56,7 @@ PAPERS = {
     ("ghost batch norm", 4): (70.4, 71.5),
     ("ghost batch norm", 2): (68.4, 71.4),
     (GROUP, 2): (75.2, 76.1),
-    (RANDOM, 2): ("", 76.2),
+    (RANDOM, 2): (None, 76.2),
 }
 
 
@@ -87,14 +88,15 @@ def conclude(runs: FinishedRuns) -> Findings:
     if GROUP not in runs.names():
         return _candidates(runs)
     rows = []
-    bars: dict[str, dict[str, list[float]]] = {"alpha off": {}, "alpha on": {}}
+    bars: dict[str, dict[str, list[float]]] = {name: {} for name in BARS}
     read = {label: {tail: runs.numbers(label, f"test_top1{tail}") for tail in ("", "_own")} for label in runs}
     for label, top1 in read.items():
         cells = map(findings.cell, (*top1.values(), runs.numbers(label, "alpha_top1")))
         theirs = (label[0], PAPERS_BATCH) if label[0] in (BATCH, RENORM) else label
-        rows.append([*label, *cells, *PAPERS.get(theirs, ("", ""))])
-        bars["alpha off"][f"{label[0]} {label[1]}"] = top1[""]
-        bars["alpha on"][f"{label[0]} {label[1]}"] = top1["_own"]
+        stated = PAPERS.get(theirs, (None, None))
+        rows.append([*label, *cells, *("" if one is None else one for one in stated)])
+        for name, values in zip(bars, (*top1.values(), *([] if one is None else [one] for one in stated)), strict=True):
+            bars[name][f"{label[0]} {label[1]}"] = values
     batch, renorm, *ghosts = (label for label in runs if label[0] not in (GROUP, RANDOM))
     group = (GROUP, 2)
     best_off = findings.best({label: runs.numbers(label, "validation_top1") for label in ghosts})

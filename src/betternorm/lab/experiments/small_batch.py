@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from betternorm.lab.experiments import claims, findings, protocol
+from betternorm.lab.experiments import claims, findings, ghost_size, protocol
 from betternorm.lab.experiments.findings import Findings, FinishedRuns, Label
 from betternorm.lab.experiments.scales import MOST_GROUPS, TASKS, at_batch_size, with_norm
 from betternorm.lab.results import Figure, Table
@@ -29,7 +29,7 @@ COLUMNS = {
     "validation_top1_own": "at its best alpha",
     "test_top1": "test top-1, %",
     "test_top1_own": "at its best alpha",
-    "train_top1": "training",
+    ghost_size.TRAINING: "training",
 }
 GROUP, BOTH = METHODS.values()
 PLAIN = "batch norm"
@@ -84,17 +84,29 @@ def conclude(runs: FinishedRuns) -> Findings:
     margin = runs.margin("top1")
     for task in runs.names():
         read: dict[str, list[float]] = {}
+        overfit: dict[str, list[float]] = {}
         for method in runs.names(1, first=task):
             by_groups = {
                 label[2]: runs.numbers(label, "validation_top1_own") for label in runs if label[:2] == (task, method)
             }
             series.append(findings.curve(f"{task}, {method}", by_groups))
             found = findings.best(by_groups)
-            read[method] = runs.numbers((task, method, found), "test_top1_own") if found else []
+            label = (task, method, found)
+            read[method] = runs.numbers(label, "test_top1_own")
+            overfit[method] = runs.pairs(label, ghost_size.TRAINING, "test_top1")
         if GROUP not in read:  # candidates: nothing is judged
             continue
         claim = f"{task}: batch group norm is better than Group Norm at B = {BATCH} (test top-1)"
         verdicts.append(claims.compare(claim, read[BOTH], read[GROUP], margin=margin))
+        verdicts.append(
+            claims.compare(
+                f"{task}: batch group norm regularises: training top-1 exceeds test top-1 by less than with Group Norm",
+                overfit[BOTH],
+                overfit[GROUP],
+                claims.LESS,
+                margin=margin,
+            )
+        )
         if PLAIN in read:
             verdicts += [
                 claims.compare(
@@ -118,4 +130,4 @@ def conclude(runs: FinishedRuns) -> Findings:
     figure = Figure(
         "Two examples per batch", "groups of channels", "validation top-1, %, at its best alpha", series, log_x=True
     )
-    return Findings([Table(f"Top-1 at B = {BATCH}", headers, rows)], [figure], verdicts)
+    return Findings([Table(f"Top-1 at B = {BATCH}", headers, rows)], [figure], verdicts, ghost_size.TRAINING_NOTE)
