@@ -9,17 +9,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from betternorm.lab.experiments import claims, findings
+from betternorm.lab.experiments import claims, findings, protocol
 from betternorm.lab.experiments.alpha_ghost import METRICS
 from betternorm.lab.experiments.findings import Findings, FinishedRuns, Label
 from betternorm.lab.experiments.scales import CALTECH101, TASKS, groups, with_norm
 from betternorm.lab.results import Table, Verdict
+from betternorm.lab.training import Config
 from betternorm.lab.trials import Trial
 
 TITLE = "Alpha for networks trained with Group Norm"
 PLACE = "Figure 2, section 3.1; appendix D"
 
 STILL_NEAR = 0.8  # "a surprisingly large range of values" does as well as 1: this far, as we read it
+RATES, CANDIDATE_GROUPS = (0.03, 0.1, 0.3), (8, 16)  # candidates at medium scale
 NARROW = 0.3  # how far from 1 the figure of the main text reaches
 
 
@@ -29,7 +31,27 @@ def arms(scale: str) -> dict[Label, Trial]:
         tasks["Caltech-101, 20 classes"] = CALTECH101
     if scale == "medium":
         tasks |= {f"{task}, not augmented": replace(config, augment=False) for task, config in TASKS[scale].items()}
-    return {(task,): with_norm(config, "group", num_groups=groups(config, scale)) for task, config in tasks.items()}
+    return {(task,): with_group_norm(config, scale) for task, config in tasks.items()}
+
+
+def with_group_norm(config: Config, scale: str) -> Config:
+    """Group Norm; at medium scale with the learning rate and the groups that the protocol chose for it."""
+    if scale != protocol.SCALE:
+        return with_norm(config, "group", num_groups=groups(config, scale))
+    rate, count = protocol.GROUP_NORM
+    return with_norm(replace(config, learning_rate=rate), "group", num_groups=count)
+
+
+def candidates(scale: str) -> dict[Label, Config]:
+    """What the learning rate and the groups at medium scale are chosen from."""
+    return {
+        (f"{task}, learning rate {rate:g}, {count} groups",): with_norm(
+            replace(config, learning_rate=rate), "group", num_groups=count
+        )
+        for task, config in TASKS[scale].items()
+        for rate in RATES
+        for count in CANDIDATE_GROUPS
+    }
 
 
 def conclude(runs: FinishedRuns) -> Findings:

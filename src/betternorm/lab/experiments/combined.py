@@ -15,6 +15,7 @@ import math
 from dataclasses import replace
 
 from betternorm.lab.experiments import claims, decay, findings, ghost_size, protocol, small_batch
+from betternorm.lab.experiments.alpha_groupnorm import with_group_norm
 from betternorm.lab.experiments.findings import Findings, FinishedRuns, Label
 from betternorm.lab.experiments.scales import TASKS, at_batch_size, groups, with_norm
 from betternorm.lab.results import Figure, Table, Verdict
@@ -70,13 +71,15 @@ def all_four(config: Config, scale: str) -> Config:
 
 
 def _settled(config: Config, whole: Config) -> Config:
-    """At medium scale: the learning rate and the groups that the protocol chose at B = 2, and what follows from them.
+    """At medium scale: the learning rate and the groups that the protocol chose, and what follows from them in between.
 
     ``whole`` is the training at the largest batch size.
     """
     size = config.batch_size
+    if config.norm == "group":
+        whole = with_group_norm(whole, protocol.SCALE)
     if size == whole.batch_size:
-        return config
+        return whole if config.norm == "group" else config
     rate, groups = protocol.TWO_EXAMPLES[small_batch.METHODS.get(config.norm, small_batch.PLAIN)]
     power = math.log(whole.learning_rate / rate, whole.batch_size / small_batch.BATCH)
     rate = float(f"{whole.learning_rate * (size / whole.batch_size) ** power:.3g}")

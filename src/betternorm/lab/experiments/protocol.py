@@ -14,7 +14,6 @@ TUNING_SEED = 0
 FIXED = {
     "ghost-size": "the pilot",
     "alpha-ghost": "the pilot",
-    "alpha-groupnorm": "the pilot; 8 groups, as at the small scale",
     "small-batch": "candidates of two epochs",
     "combined": "the pilot at B = 128, the candidates at B = 2, and what lies between them",
     "non-iid": "candidates of the same length",
@@ -30,6 +29,9 @@ SPREAD = {"top1": 0.45, "top1, same network": 0.2}
 # Learning rate of every norm with four classes per batch: of the candidates (docs/results/protocol/four-classes.csv)
 # the one with the highest mean of top-1 on validation data, at the best alpha.
 FOUR_CLASSES = 0.003
+
+# Learning rate and groups of channels of Group Norm at B = 128; candidates are being run.
+GROUP_NORM = (0.1, 8)
 
 # Learning rate and groups of channels of each norm at B = 2: of the candidates (docs/results/protocol/two-examples.csv)
 # the one with the highest top-1 on validation data, at its best alpha.
