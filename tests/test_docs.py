@@ -221,6 +221,8 @@ def in_seconds(words: list[str]) -> list[str]:
         return [*_without_address(words), *SMALL_TRAINING]
     if command == "reproduce" and "--images" in words:
         return [*words, "--image-size", "32"]
+    if command == "reproduce" and {"--candidates", "--rows-only"} <= {*words}:
+        return words  # only the medium scale has candidates, and nothing is run
     if command == "reproduce":
         return [*_without_address(words), "--scale", "smoke", "--seeds", "1", "--threads", "1", "--quiet"]
     return words

@@ -20,7 +20,7 @@ from betternorm.lab.experiments import paper, plan, registry, runner, saved_rows
 from betternorm.lab.experiments.scales import SCALES
 from betternorm.lab.report import files, overview
 from betternorm.lab.results import Result
-from betternorm.lab.store import FAILED, Store
+from betternorm.lab.store import FAILED, Store, export, make_folder
 from betternorm.lab.team import team_of
 
 EXAMPLES = f"""experiments:
@@ -45,6 +45,9 @@ def add_arguments(parser: CommandParser) -> None:
     parser.add_argument("--seeds", type=int, metavar="N", help="runs of every arm (each experiment's own number)")
     parser.add_argument("--rows-only", action="store_true", help="run nothing: judge the rows that there are")
     parser.add_argument("--only", nargs="+", default=(), metavar="WORD", rare=True, help="run arms labelled so: 8 128")
+    parser.add_argument(
+        "--candidates", action="store_true", rare=True, help="what hyperparameters were chosen from, on validation data"
+    )
     parser.add_argument("--plan", action="store_true", help="say what it would take, and run nothing")
     parser.add_argument(
         "--output", "--folder", dest="folder", metavar="FOLDER", help="folder of the store (reproduction-SCALE)"
@@ -68,17 +71,17 @@ def run(arguments: argparse.Namespace) -> int:
         bars = False if arguments.quiet else None
         print(plan.describe(names, arguments.scale, arguments.seeds, arguments.names, bars, _done(folder, arguments)))
         return OK
-    own = _own_arms(names, arguments) if arguments.network or arguments.images else None
+    own, seeds = _own_arms(names, arguments), 1 if arguments.candidates else arguments.seeds
     store = Store(folder)
-    if arguments.pages:
+    if arguments.pages and arguments.candidates:
+        saved_rows.take(_candidates_of(names, arguments), (own or {}).values(), store)
+    elif arguments.pages:
         saved_rows.restore(place_of(arguments.pages, arguments.scale), arguments.scale, store)
     how = run_options.engine_options(arguments)
     if arguments.rows_only:
-        results = [runner.result(name, arguments.scale, store) for name in names]
+        results = [runner.result(name, arguments.scale, store, seeds, own) for name in names]
     else:
-        results = runner.reproduce(
-            names, arguments.scale, folder, seeds=arguments.seeds, own=own, only=arguments.only, **how
-        )
+        results = runner.reproduce(names, arguments.scale, folder, seeds=seeds, own=own, only=arguments.only, **how)
     if team_of(how["runtime"]).rank > 0:
         return OK
     if arguments.json:
@@ -86,7 +89,12 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         for result in results:
             show(shown(result))
-    if arguments.pages:
+    if arguments.pages and arguments.candidates:
+        path = _candidates_of(names, arguments)
+        make_folder(path.parent)
+        export((row for result in results for row in result.rows), path)
+        print(f"the candidates are in {path}", file=sys.stderr)
+    elif arguments.pages:
         write_pages(folder, arguments.scale, arguments.pages)
     return FINDING if any(row.status == FAILED for row in store.rows(status=FAILED)) else OK
 
@@ -102,9 +110,21 @@ def _done(folder: str, arguments: argparse.Namespace) -> set[str]:
     return found
 
 
-def _own_arms(names: list[str], arguments: argparse.Namespace) -> registry.Arms:
+def _candidates_of(names: list[str], arguments: argparse.Namespace) -> Path:
+    """Where the rows are that a choice of hyperparameters rests on."""
+    return Path(arguments.pages) / "protocol" / f"{names[0]}.csv"
+
+
+def _own_arms(names: list[str], arguments: argparse.Namespace) -> registry.Arms | None:
+    """Arms that stand in for those of the experiment, where an option asks for them."""
     from betternorm.lab.experiments.alpha_imagenet import own_arms
 
+    if arguments.candidates:
+        if len(names) > 1:
+            raise UserError("--candidates takes one experiment at a time")
+        return registry.candidates(names[0], arguments.scale)
+    if not (arguments.network or arguments.images):
+        return None
     if names != ["alpha-imagenet"] or not (arguments.network and arguments.images):
         raise UserError("--network and --images belong together, and to alpha-imagenet alone")
     return own_arms(arguments.network, arguments.images, arguments.image_size)

@@ -35,6 +35,16 @@ def test_non_iid_batches_hold_few_classes_in_equal_parts(batch_size, classes):
     assert runs < 1 / classes + 0.3 if classes > 1 else runs == 1  # shuffled: classes do not stand together
 
 
+def test_every_part_of_an_accumulated_batch_has_its_own_few_classes():
+    labels = torch.arange(5000) % 100
+    batches = data.order(labels, 128, seed=0, epoch=0, classes_per_batch=4, parts=4)
+    assert batches.shape == (39, 128)
+    parts = labels[batches].view(-1, 32)
+    assert max(len(part.unique()) for part in parts) == 4
+    assert all((part.bincount(minlength=100) % 8 == 0).all() for part in parts)
+    assert np.mean([len(batch.unique()) for batch in labels[batches]]) > 12  # 16 draws of 100
+
+
 def test_classes_are_drawn_with_replacement():
     labels = torch.arange(1000) % 4
     batches = data.order(labels, 8, seed=0, epoch=0, classes_per_batch=4)
@@ -113,6 +123,7 @@ def test_normalised_training_data_has_mean_0_and_deviation_1():
         ({"batch_size": 2000}, "batch_size is 2000; the training split has 1079 examples"),
         ({"batch_size": 0}, "batch_size is 0"),
         ({"batch_size": 10, "classes_per_batch": 4}, "classes_per_batch is 4; it has to divide the batch size, 10"),
+        ({"batch_size": 24, "classes_per_batch": 8, "parts": 2}, "classes_per_batch is 8; it has to divide .*, 12"),
         ({"batch_size": 9, "world_size": 2}, "a multiple of the 2 processes"),
     ],
 )

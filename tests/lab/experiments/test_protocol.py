@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from betternorm import BatchGroupNorm
 from betternorm.errors import UserError
 from betternorm.lab import engines
 from betternorm.lab.experiments import combined, non_iid, protocol, registry, runner, small_batch
@@ -29,18 +30,41 @@ def test_only_settled_experiments_read_the_test_set(name):
         assert len({trial.seed for trial in trials}) >= 3
 
 
+@pytest.mark.parametrize("name", ["alpha-groupnorm", "small-batch", "non-iid"])
+def test_candidates_can_be_run_at_any_time_and_never_read_the_test_set(name):
+    candidates = registry.candidates(name, "medium").values()
+    assert {(trial.seed, trial.test) for trial in candidates} == {(protocol.TUNING_SEED, False)}
+
+
+@pytest.mark.parametrize(("name", "scale"), [("ghost-size", "medium"), ("non-iid", "small")])
+def test_without_candidates_the_reason_is_said(name, scale):
+    with pytest.raises(UserError, match=f"{name} has no candidates at {scale} scale; .* small-batch, non-iid have"):
+        registry.candidates(name, scale)
+
+
+def test_two_examples_in_steps_of_128_are_normalised_two_by_two():
+    together = {
+        (trial.norm, trial.batch_size, dict(trial.norm_options).get("ghost_size"))
+        for label, trial in small_batch.arms("medium").items()
+        if label[0].endswith(small_batch.TOGETHER)
+    }
+    assert together == {("group", 128, None), ("batch_group", 128, None), ("ghost", 128, 2)}
+    assert BatchGroupNorm(8, 32).examples_per_group == small_batch.BATCH  # what batch_group has when it is not told
+
+
 def test_every_norm_at_two_examples_has_the_same_candidates():
     rates = {}
-    for _, method, count in small_batch.candidates("medium"):
+    for setting, method, count in small_batch.candidates("medium"):
         norm, _, rate = method.partition(", learning rate ")
-        rates.setdefault(norm, set()).add((rate, count))
-    assert {rate for rate, _ in rates["batch norm"]} == {rate for rate, _ in rates["group norm"]}
-    assert rates["group norm"] == rates["batch group norm"]
+        rates.setdefault((setting, norm), set()).add((rate, count))
+    for setting in {setting for setting, _ in rates}:
+        assert {rate for rate, _ in rates[setting, "batch norm"]} == {rate for rate, _ in rates[setting, "group norm"]}
+        assert rates[setting, "group norm"] == rates[setting, "batch group norm"]
 
 
 def test_what_was_chosen_at_two_examples_is_the_best_candidate():
     best = {}
-    with (ROOT / "docs/results/protocol/two-examples.csv").open() as file:
+    with (ROOT / "docs/results/protocol/small-batch.csv").open() as file:
         for row in csv.DictReader(file):
             assert (row["seed"], row["test"]) == (str(protocol.TUNING_SEED), "False")
             setting = float(row["learning_rate"]), dict(json.loads(row["norm_options"])).get("num_groups")
@@ -51,18 +75,18 @@ def test_what_was_chosen_at_two_examples_is_the_best_candidate():
 
 def test_the_learning_rate_with_four_classes_per_batch_is_the_best_candidate():
     found = {}
-    with (ROOT / "docs/results/protocol/four-classes.csv").open() as file:
+    with (ROOT / "docs/results/protocol/non-iid.csv").open() as file:
         for row in csv.DictReader(file):
             assert (row["seed"], row["test"]) == (str(protocol.TUNING_SEED), "False")
-            if int(row["batch_size"]) == non_iid.BASE["medium"].batch_size:
+            if int(row["batch_size"]) == non_iid.BASE["medium"][non_iid.ALONE].batch_size:
                 found.setdefault(float(row["learning_rate"]), []).append(float(row["validation_top1_own"]))
-    assert sorted(found) == sorted(non_iid.RATES)
+    assert sorted(found) == sorted(non_iid.RATES[non_iid.ALONE])
     assert max(found, key=lambda rate: sum(found[rate])) == protocol.FOUR_CLASSES
 
 
 def test_all_four_at_two_examples_are_the_networks_of_the_experiment_on_two_examples():
     at_two = {label[1]: trial for label, trial in combined.arms("medium").items() if label[2] == 2}
-    own = {label[1]: trial for label, trial in small_batch.arms("medium").items()}
+    own = {label[1]: trial for label, trial in small_batch.arms("medium").items() if trial.batch_size == 2}
     for method, same in {
         combined.BATCH: small_batch.PLAIN,
         combined.GROUP: small_batch.GROUP,

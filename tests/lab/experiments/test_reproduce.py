@@ -42,6 +42,17 @@ def check(found):
     assert "failed" not in found.notes
 
 
+def test_candidates_are_of_one_experiment_and_keep_their_rows_apart(tmp_path, capsys):
+    words = ("--scale", "medium", "--candidates", "--rows-only", "--folder", tmp_path / "store", "--pages", tmp_path)
+    assert reproduce("non-iid", *words) == 0
+    assert "batch norm, learning rate 0.1, 32" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir() if path.name != "store"] == ["protocol"]
+    assert reproduce("non-iid", "small-batch", *words) == 2
+    assert "one experiment at a time" in capsys.readouterr().err
+    assert reproduce("ghost-size", *words) == 2
+    assert "ghost-size has no candidates" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["ghost-size", "output-range"])
 def test_an_experiment_ends_in_table_and_figure(name, tmp_path, capsys):
     """Two here, quickly; all of them in the slow tests."""

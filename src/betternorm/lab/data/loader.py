@@ -21,11 +21,14 @@ from betternorm.lab.data.images import picture_at, square
 from betternorm.lab.data.splits import Split
 
 
-def order(labels: Tensor, batch_size: int, *, seed: int, epoch: int, classes_per_batch: int | None = None) -> Tensor:
+def order(
+    labels: Tensor, batch_size: int, *, seed: int, epoch: int, classes_per_batch: int | None = None, parts: int = 1
+) -> Tensor:
     """The rows of every batch of an epoch, (steps, batch_size). What is left over at the end of a shuffle is left out.
 
     ``classes_per_batch=k`` makes batches that are not i.i.d. (section 4.4): k classes drawn with replacement,
-    ``batch_size / k`` examples of each, shuffled within the batch.
+    ``batch_size / k`` examples of each, shuffled within the batch. Where gradients are accumulated over several
+    ``parts``, each of them is such a batch: it is what the network sees at once.
     """
     if not 1 <= batch_size <= len(labels):
         raise UserError(
@@ -36,18 +39,18 @@ def order(labels: Tensor, batch_size: int, *, seed: int, epoch: int, classes_per
     generator = _generator(seed, epoch, "order")
     if classes_per_batch is None:
         return torch.randperm(len(labels), generator=generator)[: steps * batch_size].view(steps, batch_size)
-    if not 1 <= classes_per_batch <= batch_size or batch_size % classes_per_batch:
+    size = batch_size // parts
+    if not 1 <= classes_per_batch <= size or size % classes_per_batch:
         raise UserError(
-            f"classes_per_batch is {classes_per_batch}; it has to divide the batch size, {batch_size}, into equal parts"
+            f"classes_per_batch is {classes_per_batch}; it has to divide the batch size, {size}, into equal parts"
         )
-    each = batch_size // classes_per_batch
     members = [torch.nonzero(labels == label)[:, 0] for label in labels.unique()]
     batches = []
-    for _ in range(steps):
+    for _ in range(steps * parts):
         drawn = torch.randint(0, len(members), (classes_per_batch,), generator=generator)
-        rows = torch.cat([_draw(members[label], each, generator) for label in drawn])
-        batches.append(rows[torch.randperm(batch_size, generator=generator)])
-    return torch.stack(batches)
+        rows = torch.cat([_draw(members[label], size // classes_per_batch, generator) for label in drawn])
+        batches.append(rows[torch.randperm(size, generator=generator)])
+    return torch.stack(batches).view(steps, size * parts)
 
 
 def _draw(rows: Tensor, count: int, generator: torch.Generator) -> Tensor:
@@ -81,6 +84,7 @@ class Loader:
         train: bool = False,
         augment: bool | None = None,
         classes_per_batch: int | None = None,
+        parts: int = 1,
         steps: int | None = None,
         seed: int = 0,
         device: torch.device | str = "cpu",
@@ -92,7 +96,8 @@ class Loader:
             raise UserError(f"batch_size is {batch_size}; it has to be a multiple of the {world_size} processes")
         self.facts, self.split, self.batch_size = data.facts, split, batch_size
         self.train, self.augment = train, train if augment is None else augment
-        self.classes_per_batch, self.steps, self.seed, self.epoch = classes_per_batch, steps, seed, 0
+        self.classes_per_batch, self.parts = classes_per_batch, parts
+        self.steps, self.seed, self.epoch = steps, seed, 0
         self.device, self.rank, self.world_size, self.workers = torch.device(device), rank, world_size, workers
         self.padding = (data.facts.padding or data.facts.size // 8) if self.augment else 0
         if split.images is not None:
@@ -126,6 +131,7 @@ class Loader:
             seed=self.seed,
             epoch=self.epoch,
             classes_per_batch=self.classes_per_batch,
+            parts=self.parts,
         )
         return list(rows[: self.steps])
 

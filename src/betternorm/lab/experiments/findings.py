@@ -72,6 +72,13 @@ class FinishedRuns(Mapping[Label, list[Row]]):
         return [a - b for a, b in zip(*self.by_seed((label, first), (label, second)), strict=True)]
 
 
+def of_candidates(runs: FinishedRuns) -> Findings:
+    """What hyperparameters are chosen by; nothing is judged."""
+    columns = {"validation_top1": "validation top-1, as trained, %", "validation_top1_own": "at its best alpha"}
+    rows = [[", ".join(map(str, label)), *(cell(runs.numbers(label, name)) for name in columns)] for label in runs]
+    return Findings([Table("Candidates", ["candidate", *columns.values()], rows)], [], [])
+
+
 def read(row: Row, name: str) -> float | None:
     """A number of a row, or None where the row does not hold it.
 

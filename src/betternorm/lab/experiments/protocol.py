@@ -14,9 +14,7 @@ TUNING_SEED = 0
 FIXED = {
     "ghost-size": "the pilot",
     "alpha-ghost": "the pilot",
-    "small-batch": "candidates of two epochs",
     "combined": "the pilot at B = 128, the candidates at B = 2, and what lies between them",
-    "non-iid": "candidates of the same length",
     "decay": "the pilot; decay of gamma and beta as strong as that of the weights, as in the paper",
 }
 
@@ -26,17 +24,25 @@ MARGINS = {"top1": 0.5, "cross_entropy": 0.02}  # points; nats
 # What the plan assumes of the standard deviation between seeds, until it has been measured.
 SPREAD = {"top1": 0.45, "top1, same network": 0.2}
 
-# Learning rate of every norm with four classes per batch: of the candidates (docs/results/protocol/four-classes.csv)
-# the one with the highest mean of top-1 on validation data, at the best alpha.
+# Learning rate of every norm with four classes per batch, one batch per step and four: of the candidates
+# (docs/results/protocol/non-iid.csv) the one with the highest mean of top-1 on validation data, at the best alpha.
 FOUR_CLASSES = 0.003
+FOUR_CLASSES_TOGETHER = 0.1  # candidates are being run
 
 # Learning rate and groups of channels of Group Norm at B = 128; candidates are being run.
 GROUP_NORM = (0.1, 8)
 
-# Learning rate and groups of channels of each norm at B = 2: of the candidates (docs/results/protocol/two-examples.csv)
+# Learning rate and groups of channels of each norm at B = 2: of the candidates (docs/results/protocol/small-batch.csv)
 # the one with the highest top-1 on validation data, at its best alpha.
 TWO_EXAMPLES: dict[str, tuple[float, int | None]] = {
     "group norm": (0.0125, 16),
     "batch group norm": (0.005, 16),
     "batch norm": (0.0016, None),
+}
+
+# The same where a step is of 128 examples, which are normalised two by two; candidates are being run.
+TWO_EXAMPLES_TOGETHER: dict[str, tuple[float, int | None]] = {
+    "group norm": GROUP_NORM,
+    "batch group norm": (0.1, 8),
+    "batch norm": (0.1, None),
 }

@@ -64,10 +64,21 @@ def trials_of(name: str, scale: str, seeds: int | None = None, own: Arms | None 
     (name,) = chosen([name], scale)
     experiment = module(name)
     if scale == protocol.SCALE and name not in protocol.FIXED:
-        candidates = getattr(experiment, "candidates", experiment.arms)(scale)
-        return {label: [replace(one, seed=protocol.TUNING_SEED, test=False)] for label, one in candidates.items()}
+        return {label: [trial] for label, trial in candidates(name, scale).items()}
     count = seeds or getattr(experiment, "SEEDS", {}).get(scale, SEEDS[scale])
     return {  # a trial in which nothing is random is run once
         label: [replace(trial, seed=seed) for seed in range(count if getattr(trial, "random", True) else 1)]
         for label, trial in (own or experiment.arms(scale)).items()
+    }
+
+
+def candidates(name: str, scale: str) -> dict[Label, Trial]:
+    """What the hyperparameters of an experiment are chosen from: one seed, and the test set is never read."""
+    experiment = module(name)
+    if scale != protocol.SCALE or not hasattr(experiment, "candidates"):
+        known = [one for one in MEDIUM if hasattr(module(one), "candidates")]
+        raise UserError(f"{name} has no candidates at {scale} scale; at {protocol.SCALE} scale {', '.join(known)} have")
+    return {
+        label: replace(one, seed=protocol.TUNING_SEED, test=False)
+        for label, one in experiment.candidates(scale).items()
     }

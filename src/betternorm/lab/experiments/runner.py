@@ -10,9 +10,8 @@ from typing import Any
 
 from betternorm.errors import UserError
 from betternorm.lab import engines
-from betternorm.lab.experiments import protocol
 from betternorm.lab.experiments.claims import RULE, corrected
-from betternorm.lab.experiments.findings import FinishedRuns, Label
+from betternorm.lab.experiments.findings import FinishedRuns, Label, of_candidates
 from betternorm.lab.experiments.registry import Arms, module, names_at, trials_of
 from betternorm.lab.experiments.scales import SCALES, steps
 from betternorm.lab.results import Result
@@ -72,17 +71,20 @@ def result(name: str, scale: str, store: Store, seeds: int | None = None, own: A
     experiment = module(name)
     rows: dict[Label, list[Row]] = {}
     missing, failed = 0, []
-    for label, arm in trials_of(name, scale, seeds, own).items():
+    arms = trials_of(name, scale, seeds, own)
+    candidates = not any(getattr(trial, "test", True) for arm in arms.values() for trial in arm)
+    for label, arm in arms.items():
         stored = [store.get(trial.key) for trial in arm]
         rows[label] = [row for row in stored if row is not None and row.status == DONE]
         missing += len(arm) - len(rows[label])
         failed += [row for row in stored if row is not None and row.error]
-    findings = experiment.conclude(FinishedRuns(scale, rows))
-    command = f"betternorm reproduce {name} --scale {scale}"
+    runs = FinishedRuns(scale, rows)
+    findings = of_candidates(runs) if candidates else experiment.conclude(runs)
+    command = f"betternorm reproduce {name} --scale {scale}{' --candidates' if candidates else ''}"
     _, _, claims = inspect.cleandoc(experiment.__doc__ or "").partition("\n\n")  # what the paper says
     notes = [" ".join(claims.split()), SCALES[scale], findings.notes, "" if scale == "smoke" else RULE]
-    if scale == protocol.SCALE and name not in protocol.FIXED:
-        notes.append("Hyperparameters are still to be chosen: these are candidates, with one seed, on validation data.")
+    if candidates:
+        notes.append("These are candidates: hyperparameters are chosen from them, with one seed, on validation data.")
     if missing:
         total = missing + sum(map(len, rows.values()))
         notes.append(f"{missing} of {total} trials have not been run yet; `{command}` runs those and no others.")

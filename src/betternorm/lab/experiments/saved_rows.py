@@ -6,12 +6,13 @@ import csv
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from betternorm.lab.experiments.registry import names_at, trials_of
 from betternorm.lab.store import DONE, Store
+from betternorm.lab.trials import Trial
 
 EMPTY = ("", "NaN")  # what a table says where a trial has no such column
 
@@ -21,18 +22,26 @@ def restore(pages: str | os.PathLike[str], scale: str, store: Store, names: Sequ
 
     A row is taken where its key is that of a trial: it says what was run, so the row is what running it would give.
     """
-    taken = 0
-    for name in names or names_at(scale):
-        saved = read_csv(Path(pages) / name / "rows.csv")
-        for trial in (trial for arm in trials_of(name, scale).values() for trial in arm):
-            if trial.key in saved and store.get(trial.key) is None:
-                columns = saved[trial.key]
-                prefix = "provenance_"
-                provenance = {k.removeprefix(prefix): v for k, v in columns.items() if k.startswith(prefix)}
-                known = {"key", "kind", "status", "attempts", "error", *trial.config}
-                result = {k: v for k, v in columns.items() if k not in known and not k.startswith(prefix)}
-                store.finish(trial.key, trial.kind, trial.config, result=result, provenance=provenance)
-                taken += 1
+    return sum(
+        take(
+            Path(pages) / name / "rows.csv", (trial for arm in trials_of(name, scale).values() for trial in arm), store
+        )
+        for name in names or names_at(scale)
+    )
+
+
+def take(path: Path, trials: Iterable[Trial], store: Store) -> int:
+    """Take the finished rows of some trials from a file into a store, and return how many."""
+    saved, taken = read_csv(path), 0
+    for trial in trials:
+        if trial.key in saved and store.get(trial.key) is None:
+            columns = saved[trial.key]
+            prefix = "provenance_"
+            provenance = {k.removeprefix(prefix): v for k, v in columns.items() if k.startswith(prefix)}
+            known = {"key", "kind", "status", "attempts", "error", *trial.config}
+            result = {k: v for k, v in columns.items() if k not in known and not k.startswith(prefix)}
+            store.finish(trial.key, trial.kind, trial.config, result=result, provenance=provenance)
+            taken += 1
     return taken
 
 

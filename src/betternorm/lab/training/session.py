@@ -105,6 +105,7 @@ class Session:
             train=True,
             augment=config.augment,
             classes_per_batch=config.classes_per_batch,
+            parts=config.accumulate,
             steps=config.steps_per_epoch,
         )
         self.steps_per_epoch = len(self.train_loader)
