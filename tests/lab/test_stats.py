@@ -60,6 +60,7 @@ def test_runs_without_spread_that_differ_are_judged_by_the_exact_test(test, few,
     """Three runs that agree are no proof: the t-test would say P = 0."""
     found = test([2.0] * 3, [1.0] * 3)
     assert (found.difference, found.p, found.interval) == (1.0, few, (-math.inf, math.inf))
+    assert f"{found:.2f}" == "+1.00"  # no interval to be read
     n = 5 if test is stats.welch else 6
     found = test([2.0] * n, [1.0] * n)
     assert (found.difference, found.p, found.interval) == (1.0, many, (1.0, 1.0))

@@ -149,7 +149,7 @@ def write_pages(folder: str, scale: str, pages: str) -> None:
                 results[one] = runner.results(other, one)
         if scale in overview.FOLDERS:
             ordered = {one: results[one] for one in paper.ORDER if one in results}
-            overview.write(ordered, paper.table([one for found in ordered.values() for one in found]), pages)
+            overview.write(ordered, paper.tables([one for found in ordered.values() for one in found]), pages)
     print(f"{len(written)} files in {pages}, from {written[0]}", file=sys.stderr)
 
 

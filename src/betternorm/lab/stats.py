@@ -54,9 +54,11 @@ class Comparison:
         return f"{self:.2f}, P = {self.p:.3g}"
 
     def __format__(self, spec: str) -> str:
-        """``f"{found:.4f}"`` writes the difference and its interval with four places."""
+        """``f"{found:.4f}"`` writes the difference and its interval, where there is one, with four places."""
         if not spec:
             return str(self)
+        if math.isinf(self.interval[0]):
+            return f"{self.difference:+{spec}}"
         return f"{self.difference:+{spec}} [{self.interval[0]:{spec}}, {self.interval[1]:{spec}}]"
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from betternorm.lab.report import files, labels
-from betternorm.lab.results import Result, Table
+from betternorm.lab.results import Outcome, Result, Table
 
 FOLDERS = {"small": "", "medium": "medium/"}  # where the pages of a scale lie, from the overview
 INTRODUCTION = (
@@ -21,9 +23,11 @@ INTRODUCTION = (
 )
 
 
-def write(results: Mapping[str, Sequence[Result]], statements: Table, folder: str | os.PathLike[str]) -> Path:
+def write(results: Mapping[str, Sequence[Result]], statements: Sequence[Table], folder: str | os.PathLike[str]) -> Path:
     """``index.md`` of a folder of results, from those of each scale."""
-    parts = [*INTRODUCTION, files.markdown_table(statements.headers, statements.rows)]
+    parts = [*INTRODUCTION, _tally(statements)]
+    for one in statements:
+        parts += [f"## {one.title}", files.markdown_table(one.headers, one.rows)]
     for scale, found in results.items():
         rows = [
             [
@@ -44,3 +48,19 @@ def write(results: Mapping[str, Sequence[Result]], statements: Table, folder: st
     path = Path(folder) / "index.md"
     path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     return path
+
+
+def _tally(statements: Sequence[Table]) -> str:
+    """How many statements of each technique came to what."""
+    counted = [Counter(str(row[-1]).strip("*").partition(":")[0] for row in one.rows) for one in statements]
+    outcomes = [
+        one for one in (*(outcome.value for outcome in Outcome), "not tested") if any(one in c for c in counted)
+    ]
+    names = [files.Markdown(f"[{one.title}](#{_anchor(one.title)})") for one in statements]
+    rows = [[name, *(count[one] or "" for one in outcomes)] for name, count in zip(names, counted, strict=True)]
+    return files.markdown_table(["what the paper says of", *outcomes], rows)
+
+
+def _anchor(title: str) -> str:
+    """As Markdown makes it of a heading."""
+    return re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-")
