@@ -52,6 +52,12 @@ def test_two_examples_in_steps_of_128_are_normalised_two_by_two():
     assert BatchGroupNorm(8, 32).examples_per_group == small_batch.BATCH  # what batch_group has when it is not told
 
 
+def test_batch_renorm_keeps_its_schedule_where_gradients_are_accumulated():
+    renorm = non_iid.arms("medium")[non_iid.TOGETHER, non_iid.RENORM, 32]
+    seen = 40 * (10_000 // 128) * 4  # batches of 32 in the whole training
+    assert dict(renorm.norm_options) == {"warmup_steps": seen // 10, "d_steps": 3 * seen // 10, "r_steps": seen // 2}
+
+
 def test_every_norm_at_two_examples_has_the_same_candidates():
     rates = {}
     for setting, method, count in small_batch.candidates("medium"):

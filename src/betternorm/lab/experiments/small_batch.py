@@ -34,6 +34,10 @@ COLUMNS = {
     ghost_size.TRAINING: "training",
 }
 GROUP, BOTH = METHODS.values()
+PAPERS = {  # on validation data
+    "the paper, CIFAR-100": {GROUP: [73.91], BOTH: [74.60]},
+    "the paper, Caltech-256": {GROUP: [48.2], BOTH: [53.2]},
+}
 PLAIN = "batch norm"
 DECAYED = ", with decay"
 
@@ -141,7 +145,23 @@ def conclude(runs: FinishedRuns) -> Findings:
             claim = f"{task}: alpha lowers test cross-entropy, {named}"
             verdicts.append(claims.gain(claim, runs, label, "test_cross_entropy", claims.LESS))
     headers = ["data", "norm", "groups", *COLUMNS.values()]
-    figure = Figure(
-        "Two examples per batch", "groups of channels", "validation top-1, %, at its best alpha", series, log_x=True
-    )
-    return Findings([Table(f"Top-1 at B = {BATCH}", headers, rows)], [figure], verdicts, ghost_size.TRAINING_NOTE)
+    figures = [
+        Figure(
+            "Two examples per batch", "groups of channels", "validation top-1, %, at its best alpha", series, log_x=True
+        )
+    ]
+    if runs.scale == "medium":  # where the number of groups is settled
+        figures = [_bars(runs, task) for task in runs.names()]
+    return Findings([Table(f"Top-1 at B = {BATCH}", headers, rows)], figures, verdicts, ghost_size.TRAINING_NOTE)
+
+
+def _bars(runs: FinishedRuns, task: str) -> Figure:
+    """Every norm as trained and at its best alpha, with what the paper states."""
+    labels = [label for label in runs if label[0] == task]
+    bars: dict[str, dict[str, list[float]]] = {
+        "as trained": {label[1]: runs.numbers(label, "test_top1") for label in labels},
+        "at its best alpha": {label[1]: runs.numbers(label, "test_top1_own") for label in labels},
+        **{name: {label[1]: stated.get(label[1], []) for label in labels} for name, stated in PAPERS.items()},
+    }
+    series = [findings.curve(name, heights) for name, heights in bars.items()]
+    return Figure(f"{task}: two examples per batch", "norm", "test top-1, %", series, kind="bar")
