@@ -10,7 +10,7 @@ import pytest
 from betternorm import BatchGroupNorm
 from betternorm.errors import UserError
 from betternorm.lab import engines
-from betternorm.lab.experiments import combined, non_iid, protocol, registry, runner, small_batch
+from betternorm.lab.experiments import alpha_groupnorm, combined, non_iid, protocol, registry, runner, small_batch
 from betternorm.lab.experiments.scales import FEW
 from betternorm.lab.store import DONE
 from betternorm.lab.trials import Runtime
@@ -68,24 +68,35 @@ def test_every_norm_at_two_examples_has_the_same_candidates():
         assert rates[setting, "group norm"] == rates[setting, "batch group norm"]
 
 
-def test_what_was_chosen_at_two_examples_is_the_best_candidate():
-    best = {}
-    with (ROOT / "docs/results/protocol/small-batch.csv").open() as file:
+def candidates(name):
+    """The rows that a choice rests on: top-1 on validation data at the best alpha, learning rate and groups."""
+    with (ROOT / "docs/results/protocol" / f"{name}.csv").open() as file:
         for row in csv.DictReader(file):
             assert (row["seed"], row["test"]) == (str(protocol.TUNING_SEED), "False")
-            setting = float(row["learning_rate"]), dict(json.loads(row["norm_options"])).get("num_groups")
-            best.setdefault(row["norm"], []).append((float(row["validation_top1_own"]), setting))
+            groups = dict(json.loads(row["norm_options"])).get("num_groups")
+            yield row, float(row["validation_top1_own"]), (float(row["learning_rate"]), groups)
+
+
+def test_group_norm_is_the_best_candidate():
+    found = {setting: top1 for _, top1, setting in candidates("alpha-groupnorm")}
+    assert {*found} == {(rate, count) for rate in alpha_groupnorm.RATES for count in alpha_groupnorm.CANDIDATE_GROUPS}
+    assert max(found, key=found.get) == protocol.GROUP_NORM
+
+
+def test_what_was_chosen_at_two_examples_is_the_best_candidate():
+    best = {}
+    for row, top1, setting in candidates("small-batch"):
+        if row["batch_size"] == "2":
+            best.setdefault(row["norm"], []).append((top1, setting))
     chosen = {{**small_batch.METHODS, "batch": small_batch.PLAIN}[norm]: max(found)[1] for norm, found in best.items()}
     assert chosen == protocol.TWO_EXAMPLES
 
 
 def test_the_learning_rate_with_four_classes_per_batch_is_the_best_candidate():
     found = {}
-    with (ROOT / "docs/results/protocol/non-iid.csv").open() as file:
-        for row in csv.DictReader(file):
-            assert (row["seed"], row["test"]) == (str(protocol.TUNING_SEED), "False")
-            if int(row["batch_size"]) == non_iid.BASE["medium"][non_iid.ALONE].batch_size:
-                found.setdefault(float(row["learning_rate"]), []).append(float(row["validation_top1_own"]))
+    for row, top1, (rate, _) in candidates("non-iid"):
+        if int(row["batch_size"]) == non_iid.BASE["medium"][non_iid.ALONE].batch_size:
+            found.setdefault(rate, []).append(top1)
     assert sorted(found) == sorted(non_iid.RATES[non_iid.ALONE])
     assert max(found, key=lambda rate: sum(found[rate])) == protocol.FOUR_CLASSES
 
