@@ -7,7 +7,7 @@ work of a step is counted; both are printed. A GPU is taken to do the counted wo
 from __future__ import annotations
 
 import time
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,9 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from betternorm.display.progress import track
 from betternorm.display.tables import table
 from betternorm.integrations.models import load_model
-from betternorm.lab import models
+from betternorm.lab import models, stats
 from betternorm.lab.data import DATASETS
-from betternorm.lab.experiments import registry
+from betternorm.lab.experiments import protocol, registry
 from betternorm.lab.experiments.alpha_imagenet import Curve
 from betternorm.lab.experiments.scales import steps
 from betternorm.lab.training import Config
@@ -70,8 +70,11 @@ def describe(
     counted: set[str] = set()
     rows, total, still = [], Cost(0, 0, 0), 0
     data: set[str] = set()
+    runs: set[int] = set()
     for name in track(names, "timing steps", show=show):
-        own = [trial for arm in registry.trials_of(name, scale, seeds).values() for trial in arm]
+        arms = registry.trials_of(name, scale, seeds).values()
+        own = [trial for arm in arms for trial in arm]
+        runs |= {len(arm) for arm in arms}
         new = [trial for trial in dict.fromkeys(own) if trial.key not in counted]
         counted |= {trial.key for trial in own}
         left = [trial for trial in new if trial.key not in done]
@@ -92,6 +95,7 @@ def describe(
             f"was timed on {IMAGES} images a step, or on a batch where they are small, with {torch.get_num_threads()} "
             "threads. Neither reading images nor tuning alpha is counted, and batches of one or two, which keep a GPU "
             "waiting, will take longer there.",
+            *([_power(runs)] if scale == protocol.SCALE else []),
             table(["data", "to fetch, GB", "on disk, GB"], fetched),
             "one machine, one GPU:    " + f"{command} --data-root DATA --download",
             "one machine, 8 GPUs:     " + f"{command} --data-root DATA --engine ray",
@@ -100,6 +104,22 @@ def describe(
             "a Ray cluster:           " + f"{command} --data-root DATA --engine ray --address ray://HEAD:10001 "
             "--folder SHARED/reproduction",
         ]
+    )
+
+
+def _power(runs: Iterable[int]) -> str:
+    """The smallest effects that so many seeds can show, from the spread that the protocol assumes."""
+    between, within = protocol.SPREAD["top1"], protocol.SPREAD["top1, same network"]
+    shown = [
+        f"{n} seeds show {stats.detectable(between, n):.2g} points of top-1 between arms, and "
+        f"{stats.detectable(within, n, paired=True):.2g} between two readings of the same networks"
+        for n in sorted(runs)
+        if n > 1
+    ]
+    return (
+        f"Power: {'; '.join(shown) or 'one seed shows nothing'}, four times in five, if seeds spread by {between:g} "
+        f"points and those differences by {within:g}, as was assumed before the first run. The pages say what could "
+        "have been seen with the spread that was measured."
     )
 
 
