@@ -30,7 +30,7 @@ def test_only_settled_experiments_read_the_test_set(name):
         assert len({trial.seed for trial in trials}) >= 3
 
 
-@pytest.mark.parametrize("name", ["alpha-groupnorm", "small-batch", "non-iid"])
+@pytest.mark.parametrize("name", ["alpha-groupnorm", "decay", "small-batch", "non-iid"])
 def test_candidates_can_be_run_at_any_time_and_never_read_the_test_set(name):
     candidates = registry.candidates(name, "medium").values()
     assert {(trial.seed, trial.test) for trial in candidates} == {(protocol.TUNING_SEED, False)}

@@ -34,6 +34,7 @@ DECAY: dict[str, float | str] = {
     "medium": "all",
     "paper": "all",
 }  # of gamma and beta; all: as the weights
+STRENGTHS = (0.000125, 0.0005, 0.002)  # candidates at medium scale; the weights decay by 0.0005
 WITH, WITHOUT, ONE = "with paths", "without paths", "one path"
 
 
@@ -69,6 +70,15 @@ def arms(scale: str) -> dict[Label, Trial]:
         for network, config in networks(scale).items()
         for name, options in settings.items()
         if name != "toward 1" or config.network not in ("plain18", "post_plain", "inception_v3")
+    }
+
+
+def candidates(scale: str) -> dict[Label, Trial]:
+    """What the strength of decay on gamma and beta at medium scale is chosen from, for each network."""
+    return {
+        (network, f"decay {strength:g}"): replace(config, norm_decay=strength)
+        for (_, network), config in networks(scale).items()
+        for strength in STRENGTHS
     }
 
 
