@@ -148,7 +148,7 @@ def write_pages(folder: str, scale: str, pages: str) -> None:
             if one != scale and saved_rows.restore(place_of(pages, one), one, Store(other)):
                 results[one] = runner.results(other, one)
         if scale in overview.FOLDERS:
-            ordered = {one: results[one] for one in paper.ORDER if one in results}
+            ordered = {one: [found for found in results[one] if found.rows] for one in paper.ORDER if one in results}
             overview.write(ordered, paper.tables([one for found in ordered.values() for one in found]), pages)
     print(f"{len(written)} files in {pages}, from {written[0]}", file=sys.stderr)
 

@@ -6,6 +6,7 @@ import pytest
 
 from betternorm.cli import main
 from betternorm.lab.experiments import paper, protocol, registry, runner, saved_rows
+from betternorm.lab.report import files, overview
 from betternorm.lab.results import Outcome, Result, Verdict
 from betternorm.lab.store import Store
 
@@ -40,25 +41,39 @@ def test_what_cannot_be_tested_has_its_reason():
     assert row([], "decay changes nothing on SVHN")[-1] == "not tested: SVHN is not at hand"
 
 
+PAGES = {scale: ROOT / "docs" / "results" / ("medium" if scale == "medium" else "") for scale in paper.ORDER}
+
+
 @pytest.fixture(scope="module")
-def claims(tmp_path_factory):
-    """Of every experiment and scale that statements are judged by, from the rows of docs/results."""
+def results(tmp_path_factory):
+    """What the rows of docs/results come to, by experiment and scale."""
     store = Store(tmp_path_factory.mktemp("store"))
     found = {}
     for scale in paper.ORDER:
-        saved_rows.restore(ROOT / "docs" / "results" / ("medium" if scale == "medium" else ""), scale, store)
-        for name in {one.experiment for one in STATEMENTS} & {*registry.names_at(scale)}:
-            found[name, scale] = [one.claim for one in runner.result(name, scale, store).verdicts]
+        saved_rows.restore(PAGES[scale], scale, store)
+        found |= {(name, scale): runner.result(name, scale, store) for name in registry.names_at(scale)}
     return found
 
 
+@pytest.mark.parametrize(("name", "scale"), [(name, scale) for scale in PAGES for name in registry.names_at(scale)])
+def test_every_page_says_what_its_rows_come_to(name, scale, results):
+    assert (PAGES[scale] / f"{name}.md").read_text() == files.markdown(results[name, scale], name)
+
+
+def test_the_overview_says_what_the_rows_come_to(results, tmp_path):
+    by_scale = {scale: [one for (_, its), one in results.items() if its == scale and one.rows] for scale in paper.ORDER}
+    path = overview.write(by_scale, paper.tables([*results.values()]), tmp_path)
+    assert path.read_text() == (ROOT / "docs" / "results" / "index.md").read_text()
+
+
 @pytest.mark.parametrize("statement", [one for one in STATEMENTS if not one.untested], ids=lambda one: one.says)
-def test_every_statement_has_a_claim_that_judges_it(statement, claims):
+def test_every_statement_has_a_claim_that_judges_it(statement, results):
     judged = [
-        claim
-        for scale in paper.ORDER
-        for claim in claims.get((statement.experiment, scale), [])
-        if all(word in claim for word in paper.words_of(statement, scale))
+        verdict
+        for (name, scale), result in results.items()
+        if name == statement.experiment
+        for verdict in result.verdicts
+        if all(word in verdict.claim for word in paper.words_of(statement, scale))
     ]
     waiting = statement.experiment not in protocol.FIXED or statement.experiment == "ghost-size"
     assert judged or waiting  # for hyperparameters, or for the best ghost size to be found
