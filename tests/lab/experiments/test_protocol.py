@@ -54,7 +54,7 @@ def test_two_examples_in_steps_of_128_are_normalised_two_by_two():
 
 def test_batch_renorm_keeps_its_schedule_where_gradients_are_accumulated():
     renorm = non_iid.arms("medium")[non_iid.TOGETHER, non_iid.RENORM, 32]
-    seen = 40 * (10_000 // 128) * 4  # batches of 32 in the whole training
+    seen = 20 * (10_000 // 128) * 4  # batches of 32 in the whole training
     assert dict(renorm.norm_options) == {"warmup_steps": seen // 10, "d_steps": 3 * seen // 10, "r_steps": seen // 2}
 
 

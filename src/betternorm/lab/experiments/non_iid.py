@@ -44,12 +44,14 @@ BASE: dict[str, dict[str, Config]] = {
     },
     "medium": {
         ALONE: replace(FEW, classes_per_batch=4, batch_size=16, epochs=10, learning_rate=protocol.FOUR_CLASSES),
-        TOGETHER: replace(FEW, classes_per_batch=4, accumulate=4, learning_rate=protocol.FOUR_CLASSES_TOGETHER),
+        TOGETHER: replace(
+            FEW, classes_per_batch=4, accumulate=4, epochs=20, learning_rate=protocol.FOUR_CLASSES_TOGETHER
+        ),
     },
     "paper": {"CIFAR-100": replace(PAPER, classes_per_batch=4)},
 }
 SIZES = {"smoke": (8,), "small": (16, 8, 4, 2), "medium": (16, 8, 4, 2), "paper": (64, 32, 16, 8, 4, 2)}
-RATES = {ALONE: (0.003, 0.01, 0.001), TOGETHER: (0.03, 0.1)}  # candidates, of batch norm and batch group norm
+RATES = {ALONE: (0.003, 0.01, 0.001), TOGETHER: (0.01, 0.03, 0.1)}  # candidates, of batch norm and batch group norm
 BATCH, RENORM, GHOST, GROUP = "batch norm", "batch renorm", "ghost batch norm", "batch group norm"
 RANDOM = "batch group norm, random batches"
 
