@@ -102,19 +102,36 @@ def test_the_learning_rate_with_four_classes_per_batch_is_the_best_candidate():
 
 
 def test_all_four_at_two_examples_are_the_networks_of_the_experiment_on_two_examples():
-    at_two = {label[1]: trial for label, trial in combined.arms("medium").items() if label[2] == 2}
-    own = {label[1]: trial for label, trial in small_batch.arms("medium").items() if trial.batch_size == 2}
-    for method, same in {
+    same = {
         combined.BATCH: small_batch.PLAIN,
         combined.GROUP: small_batch.GROUP,
         combined.OURS: small_batch.BOTH + small_batch.DECAYED,
-    }.items():
-        assert at_two[method].key == own[same].key
+    }
+    own = {label[:2]: trial for label, trial in small_batch.arms("medium").items()}
+    compared = 0
+    for (setting, method, size), trial in combined.arms("medium").items():
+        if size == small_batch.BATCH and method in same:
+            assert trial.key == own[setting, same[method]].key
+            compared += 1
+    assert compared == 2 * len(same)  # in both settings
+
+
+def test_in_steps_of_128_nothing_but_the_norm_and_its_settings_depends_on_the_batch_size():
+    arms = {label: trial for label, trial in combined.arms("medium").items() if label[0].endswith(small_batch.TOGETHER)}
+    assert {size for _, _, size in arms} == {*combined.TOGETHER}
+    for (_, method, size), trial in arms.items():
+        norm = {name: getattr(trial, name) for name in ("norm", "norm_options", "norm_decay", "learning_rate")}
+        assert trial == replace(FEW, **norm)
+        assert trial.norm_decay == ("all" if method == combined.OURS else "none")
+        seen = {"batch": FEW.batch_size, "batch_group": 2, "group": 1}.get(trial.norm)
+        assert dict(trial.norm_options).get("ghost_size", seen) <= size
 
 
 def test_learning_rates_between_the_two_that_were_chosen_lie_between_them():
     rates = {
-        label[2]: trial.learning_rate for label, trial in combined.arms("medium").items() if label[1] == "batch norm"
+        size: trial.learning_rate
+        for (task, method, size), trial in combined.arms("medium").items()
+        if method == combined.BATCH and not task.endswith(small_batch.TOGETHER)
     }
     assert rates[128] == FEW.learning_rate
     assert rates[2] == protocol.TWO_EXAMPLES["batch norm"][0]

@@ -5,8 +5,10 @@ The paper claims: against Group Norm and an idealised batch norm, which keeps at
 Norm at B = 2. From B = 4 on it is ghosts, alpha and decay on gamma and beta; at B = 2 batch group norm with decay; at
 B = 1 decay alone. Ghosts alone help while B > 2. Expect the gain over Group Norm to be largest at large batches.
 
-At medium scale the learning rate of each norm is in proportion to the power of B that meets what validation data chose
-at B = 128 and at B = 2, and small batches are trained for fewer epochs, of more steps.
+At medium scale there are two settings. One batch per step: the learning rate of each norm is in proportion to the power
+of B that meets what validation data chose at B = 128 and at B = 2, and small batches are trained for fewer epochs, of
+more steps. Steps of 128 examples, whose statistics are of B of them, as when memory holds B and gradients are
+accumulated: everything else is the same at every B. From B = 8 on these are the networks of B = 128.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ BATCHES = {
     "paper": (1, 2, 4, 8, 16, 32, 64, 128),
 }
 GHOSTS = {"smoke": 4, "small": 8, "medium": 8, "paper": 16}  # at medium scale the best on validation data
+TOGETHER = (128, 4, 2, 1)  # at medium scale, in steps of 128
 EPOCHS = {16: 20, 4: 12, 2: small_batch.EPOCHS, 1: 5}  # at medium scale; 40 at B = 128
 BATCH, GROUP, GHOST, OURS = "batch norm", "group norm", "ghosts alone, by their size", "all four"
 
@@ -48,7 +51,31 @@ def arms(scale: str) -> dict[Label, Trial]:
             found |= {(task, method, size): trial for method, trial in here.items()}
         ghosts = ghost_size.arms(scale)
         found |= {(task, GHOST, label[1]): trial for label, trial in ghosts.items() if label[0] == task}
+        if scale == "medium":
+            found |= {(_together(task), *label): trial for label, trial in _in_whole_steps(task, config).items()}
     return found
+
+
+def _together(task: str) -> str:
+    return f"{task}{small_batch.TOGETHER}"
+
+
+def _in_whole_steps(task: str, config: Config) -> dict[Label, Config]:
+    """Steps of a whole batch, normalised in parts: what small_batch has of them at two and one, and ghosts."""
+    pairs = {label[1]: trial for label, trial in small_batch.arms("medium").items() if label[0] == _together(task)}
+    group = pairs[small_batch.GROUP]
+    found: dict[int, dict[str, Config]] = {
+        size: {
+            BATCH: config if size == config.batch_size else with_norm(config, "ghost", ghost_size=size),
+            GROUP: group,
+            OURS: all_four(config, "medium", size),
+        }
+        for size in TOGETHER
+        if size > small_batch.BATCH
+    }
+    found[2] = {BATCH: pairs[small_batch.PLAIN], GROUP: group, OURS: pairs[small_batch.BOTH + small_batch.DECAYED]}
+    found[1] = {GROUP: group, OURS: pairs[small_batch.GROUP + small_batch.DECAYED]}
+    return {(method, size): found[size][method] for size in TOGETHER for method in found[size]}
 
 
 def methods(config: Config, scale: str) -> dict[str, Config]:
@@ -60,14 +87,15 @@ def methods(config: Config, scale: str) -> dict[str, Config]:
     }
 
 
-def all_four(config: Config, scale: str) -> Config:
-    """What the paper advises for a batch size; alpha is tuned after training."""
+def all_four(config: Config, scale: str, size: int | None = None) -> Config:
+    """What the paper advises where ``size`` examples are seen at once; alpha is tuned after training."""
+    size = size or config.batch_size
     decayed = replace(config, norm_decay=decay.DECAY[scale])
-    if config.batch_size == 1:
+    if size == 1:
         return with_norm(decayed, "group", num_groups=groups(config, scale))
-    if config.batch_size == 2:
+    if size == 2:
         return with_norm(decayed, "batch_group", num_groups=groups(config, scale))
-    return with_norm(decayed, "ghost", ghost_size=min(GHOSTS[scale], config.batch_size))
+    return with_norm(decayed, "ghost", ghost_size=min(GHOSTS[scale], size))
 
 
 def _settled(config: Config, whole: Config) -> Config:
@@ -89,7 +117,8 @@ def _settled(config: Config, whole: Config) -> Config:
 
 def conclude(runs: FinishedRuns) -> Findings:
     shared = across_batch_sizes(runs, "All four, across batch sizes")
-    verdicts = [verdict for task in runs.names() for verdict in _at_the_largest(runs, task)]
+    tasks = [task for task in runs.names() if not task.endswith(small_batch.TOGETHER)]
+    verdicts = [verdict for task in tasks for verdict in _at_the_largest(runs, task)]
     return replace(shared, verdicts=[*shared.verdicts, *verdicts])
 
 
@@ -120,7 +149,10 @@ def across_batch_sizes(runs: FinishedRuns, title: str, group: str = GROUP) -> Fi
         "Curves of Group Norm, batch norm and ghosts alone are as trained; of all four, at the best alpha for top-1."
     )
     if runs.scale == "medium":
-        notes += " Smaller batches are trained for fewer epochs than batch norm at B = 128, and not judged against it."
+        notes += (
+            " With one batch per step smaller batches are trained for fewer epochs than batch norm at B = 128, and not "
+            "judged against it."
+        )
     for task in runs.names():
         labels = [label for label in runs if label[0] == task]
         whole = max(size for _, method, size in labels if method == BATCH)
@@ -141,30 +173,35 @@ def across_batch_sizes(runs: FinishedRuns, title: str, group: str = GROUP) -> Fi
         figures.append(
             Figure(f"{task}: {title.lower()}", "batch size", "test top-1, %", series, log_x=True, levels=levels)
         )
-        for size in sizes[OURS]:
-            ours = runs.numbers((task, OURS, size), _read(OURS))
-            baseline = group if group in sizes else GROUP
-            theirs = runs.numbers((task, baseline, size), _read(baseline))
-            margin = runs.margin("top1")
-            verdicts.append(
-                claims.compare(f"{task}, B = {size}: all four improve on Group Norm", ours, theirs, margin=margin)
-            )
-            if runs.scale != "medium" or size not in EPOCHS:
-                verdicts.append(
-                    claims.compare(
-                        f"{task}, B = {size}: all four improve on idealised batch norm", ours, ideal, margin=margin
-                    )
-                )
-        small = min(sizes[BATCH])
-        verdicts.append(
+        verdicts += _verdicts(runs, task, whole, sizes[OURS], group if group in sizes else GROUP)
+    headers = ["data", "method", "batch size", "test top-1, %", "at its best alpha"]
+    return Findings([Table("Test top-1 by batch size", headers, rows)], figures, verdicts, notes)
+
+
+def _verdicts(runs: FinishedRuns, task: str, whole: int, sizes: list[int], baseline: str) -> list[Verdict]:
+    """All four against both baselines at every batch size, and how the best alpha depends on it."""
+    together = task.endswith(small_batch.TOGETHER)  # its networks at the largest batch are those of one batch per step
+    ideal, margin = runs.numbers((task, BATCH, whole), "test_top1"), runs.margin("top1")
+    found = []
+    for size in sizes:
+        if together and size == whole:
+            continue
+        ours = runs.numbers((task, OURS, size), _read(OURS))
+        theirs = runs.numbers((task, baseline, size), _read(baseline))
+        claim = f"{task}, B = {size}: all four improve on"
+        found.append(claims.compare(f"{claim} Group Norm", ours, theirs, margin=margin))
+        if together or runs.scale != "medium" or size not in EPOCHS:
+            found.append(claims.compare(f"{claim} idealised batch norm", ours, ideal, margin=margin))
+    if not together:
+        small = min(size for one, method, size in runs if (one, method) == (task, BATCH))
+        found.append(
             claims.compare(
                 f"{task}: the best alpha for batch norm is larger at B = {small} than at B = {whole} (for top-1)",
                 runs.numbers((task, BATCH, small), "alpha_top1"),
                 runs.numbers((task, BATCH, whole), "alpha_top1"),
             )
         )
-    headers = ["data", "method", "batch size", "test top-1, %", "at its best alpha"]
-    return Findings([Table("Test top-1 by batch size", headers, rows)], figures, verdicts, notes)
+    return found
 
 
 def _better_elsewhere(runs: FinishedRuns, task: str, sizes: list[int], whole: int) -> str:
