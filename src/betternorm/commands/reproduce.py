@@ -16,7 +16,7 @@ from betternorm.commands.parser import CommandParser
 from betternorm.display.tables import table
 from betternorm.display.terminal import show
 from betternorm.errors import UserError
-from betternorm.lab.experiments import paper, plan, registry, runner, saved_rows
+from betternorm.lab.experiments import against_paper, plan, registry, runner, saved_rows
 from betternorm.lab.experiments.scales import SCALES
 from betternorm.lab.report import files, overview
 from betternorm.lab.results import Result
@@ -148,8 +148,11 @@ def write_pages(folder: str, scale: str, pages: str) -> None:
             if one != scale and saved_rows.restore(place_of(pages, one), one, Store(other)):
                 results[one] = runner.results(other, one)
         if scale in overview.FOLDERS:
-            ordered = {one: [found for found in results[one] if found.rows] for one in paper.ORDER if one in results}
-            overview.write(ordered, paper.tables([one for found in ordered.values() for one in found]), pages)
+            ordered = {
+                scale: [one for one in results[scale] if one.rows] for scale in against_paper.ORDER if scale in results
+            }
+            found = [one for these in ordered.values() for one in these]
+            overview.write(ordered, against_paper.tables(found), against_paper.figure(found), pages)
     print(f"{len(written)} files in {pages}, from {written[0]}", file=sys.stderr)
 
 

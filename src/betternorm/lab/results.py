@@ -26,8 +26,9 @@ class Outcome(str, Enum):
 class Verdict:
     """A claim, what came of it, and the statistics that say so.
 
-    ``p`` is the P value of there being no difference, where the claim is one of a difference; ``measured`` is the
-    difference with its interval and the number of runs, and ``detectable`` what so many runs would have shown.
+    ``p`` is the P value of there being no difference, where the claim is one of a difference; ``difference`` is its
+    mean and the ends of its interval, ``measured`` the same in words with the number of runs, and ``detectable`` what
+    so many runs would have shown.
     """
 
     claim: str
@@ -36,6 +37,7 @@ class Verdict:
     p: float | None = None
     measured: str = ""
     detectable: float | None = None
+    difference: tuple[float, float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Figure:
     x_label: str
     y_label: str
     series: Sequence[Series]
-    kind: str = "line"  # or "bar"
+    kind: str = "line"  # or "bar", or "point": all series of a name on one line
     log_x: bool = False
     levels: dict[str, float] = field(default_factory=dict)
     slider: bool = False

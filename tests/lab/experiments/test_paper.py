@@ -1,11 +1,12 @@
 """The table of what the paper states: every statement finds its verdict, and nothing is judged that was not run."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from betternorm.cli import main
-from betternorm.lab.experiments import paper, protocol, registry, runner, saved_rows
+from betternorm.lab.experiments import against_paper, paper, protocol, registry, runner, saved_rows
 from betternorm.lab.report import files, overview
 from betternorm.lab.results import Outcome, Result, Verdict
 from betternorm.lab.store import Store
@@ -21,7 +22,7 @@ def result(scale, *verdicts, name="ghost-size"):
 
 
 def row(results, says="ghosts raise top-1 where networks overfit"):
-    return next(line for table in paper.tables(results) for line in table.rows if line[0] == says)
+    return next(line for table in against_paper.tables(results) for line in table.rows if line[0] == says)
 
 
 def verdict(scale, outcome=Outcome.SEEN, **details):
@@ -41,7 +42,31 @@ def test_what_cannot_be_tested_has_its_reason():
     assert row([], "decay changes nothing on SVHN")[-1] == "not tested: SVHN is not at hand"
 
 
-PAGES = {scale: ROOT / "docs" / "results" / ("medium" if scale == "medium" else "") for scale in paper.ORDER}
+@pytest.mark.parametrize("statement", [one for one in STATEMENTS if one.points], ids=lambda one: one.says)
+def test_points_are_the_paper_s_number_or_the_difference_of_two(statement):
+    stated = [float(number) for number in re.findall(r"[+-]?\d+\.?\d*", statement.number)]
+    differences = [b - a for a in stated for b in stated]
+    for points in statement.points:
+        assert any(points == pytest.approx(one, abs=1e-6) for one in (*stated, *differences))
+
+
+def test_the_figure_shows_what_was_measured_beside_what_the_paper_states():
+    (claim,) = [one for one in STATEMENTS if one.says == "ghosts raise top-1 where networks overfit"]
+    medium = result("medium", verdict("medium", difference=(2.0, 1.0, 3.0)))
+    small = result("small", verdict("small", difference=(9.0, 8.0, 10.0)))
+    theirs, ours = against_paper.figure([medium, small]).series
+    assert (theirs.name, theirs.x, theirs.y) == ("the paper", [claim.says], [5.8])
+    assert (ours.name, ours.x, ours.y, ours.low, ours.high) == (
+        "here, medium scale, 95 % interval",
+        (claim.says,),
+        (2.0,),
+        (1.0,),
+        (3.0,),
+    )
+    assert against_paper.figure([]).series == []
+
+
+PAGES = {scale: ROOT / "docs" / "results" / ("medium" if scale == "medium" else "") for scale in against_paper.ORDER}
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +74,7 @@ def results(tmp_path_factory):
     """What the rows of docs/results come to, by experiment and scale."""
     store = Store(tmp_path_factory.mktemp("store"))
     found = {}
-    for scale in paper.ORDER:
+    for scale in against_paper.ORDER:
         saved_rows.restore(PAGES[scale], scale, store)
         found |= {(name, scale): runner.result(name, scale, store) for name in registry.names_at(scale)}
     return found
@@ -61,8 +86,11 @@ def test_every_page_says_what_its_rows_come_to(name, scale, results):
 
 
 def test_the_overview_says_what_the_rows_come_to(results, tmp_path):
-    by_scale = {scale: [one for (_, its), one in results.items() if its == scale and one.rows] for scale in paper.ORDER}
-    path = overview.write(by_scale, paper.tables([*results.values()]), tmp_path)
+    by_scale = {
+        scale: [one for (_, its), one in results.items() if its == scale and one.rows] for scale in against_paper.ORDER
+    }
+    found = [*results.values()]
+    path = overview.write(by_scale, against_paper.tables(found), against_paper.figure(found), tmp_path)
     assert path.read_text() == (ROOT / "docs" / "results" / "index.md").read_text()
 
 
@@ -73,7 +101,7 @@ def test_every_statement_has_a_claim_that_judges_it(statement, results):
         for (name, scale), result in results.items()
         if name == statement.experiment
         for verdict in result.verdicts
-        if all(word in verdict.claim for word in paper.words_of(statement, scale))
+        if all(word in verdict.claim for word in against_paper.words_of(statement, scale))
     ]
     waiting = statement.experiment not in protocol.FIXED or statement.experiment == "ghost-size"
     assert judged or waiting  # for hyperparameters, or for the best ghost size to be found

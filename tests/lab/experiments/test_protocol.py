@@ -83,22 +83,28 @@ def test_group_norm_is_the_best_candidate():
     assert max(found, key=found.get) == protocol.GROUP_NORM
 
 
-def test_what_was_chosen_at_two_examples_is_the_best_candidate():
+@pytest.mark.parametrize(("batch_size", "settled"), [(2, protocol.TWO_EXAMPLES), (128, protocol.TWO_EXAMPLES_TOGETHER)])
+def test_what_was_chosen_at_two_examples_is_the_best_candidate(batch_size, settled):
+    names = {**small_batch.METHODS, "batch": small_batch.PLAIN, "ghost": small_batch.PLAIN}
     best = {}
     for row, top1, setting in candidates("small-batch"):
-        if row["batch_size"] == "2":
-            best.setdefault(row["norm"], []).append((top1, setting))
-    chosen = {{**small_batch.METHODS, "batch": small_batch.PLAIN}[norm]: max(found)[1] for norm, found in best.items()}
-    assert chosen == protocol.TWO_EXAMPLES
+        if row["batch_size"] == str(batch_size):
+            best.setdefault(names[row["norm"]], []).append((top1, setting))
+    assert sum(map(len, best.values())) == len(registry.candidates("small-batch", "medium")) / 2
+    assert {method: max(found)[1] for method, found in best.items()} == settled
 
 
-def test_the_learning_rate_with_four_classes_per_batch_is_the_best_candidate():
+@pytest.mark.parametrize(
+    ("setting", "settled"),
+    [(non_iid.ALONE, protocol.FOUR_CLASSES), (non_iid.TOGETHER, protocol.FOUR_CLASSES_TOGETHER)],
+)
+def test_the_learning_rate_with_four_classes_per_batch_is_the_best_candidate(setting, settled):
     found = {}
     for row, top1, (rate, _) in candidates("non-iid"):
-        if int(row["batch_size"]) == non_iid.BASE["medium"][non_iid.ALONE].batch_size:
+        if int(row["batch_size"]) == non_iid.BASE["medium"][setting].batch_size:
             found.setdefault(rate, []).append(top1)
-    assert sorted(found) == sorted(non_iid.RATES[non_iid.ALONE])
-    assert max(found, key=lambda rate: sum(found[rate])) == protocol.FOUR_CLASSES
+    assert {rate: len(top1) for rate, top1 in found.items()} == dict.fromkeys(non_iid.RATES[setting], 2)
+    assert max(found, key=lambda rate: sum(found[rate])) == settled
 
 
 def test_all_four_at_two_examples_are_the_networks_of_the_experiment_on_two_examples():

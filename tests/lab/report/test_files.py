@@ -160,3 +160,14 @@ def test_zero_has_a_place_on_a_logarithmic_axis():
     axes = files.draw(examples.alpha().figures[0]).axes[0]
     assert axes.get_xscale() == "symlog"
     assert "0" in [tick.get_text() for tick in axes.get_xticklabels()]
+
+
+def test_points_of_a_name_share_a_line():
+    both = [Series("theirs", ["a", "b"], [5.0, 1.0]), Series("ours", ["b", "a"], [0.5, 2.0], [0.0, 1.5], [1.0, 2.5])]
+    axes = files.draw(Figure("t", "", "points", both, kind="point")).axes[0]
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    drawn = {line.get_label(): line for line in axes.get_lines() if line.get_label() in ("theirs", "ours")}
+    for series in both:
+        line = drawn[series.name]
+        assert list(line.get_xdata()) == series.y
+        assert [names[round(y)] for y in line.get_ydata()] == series.x

@@ -90,7 +90,13 @@ def compare(
     )
     directed = claimed in (MORE, LESS)  # the P value is of no difference, which is what the others claim
     measured = f"{found:{form}} (n = {n})"
-    return replace(verdict, p=found.p if directed else None, measured=measured, detectable=shown)
+    return replace(
+        verdict,
+        p=found.p if directed else None,
+        measured=measured,
+        detectable=shown,
+        difference=(found.difference, *found.interval),
+    )
 
 
 def differ(claim: str, first: Sequence[float], second: Sequence[float], **how: Any) -> Verdict:

@@ -1,20 +1,14 @@
-"""What the paper states, number by number, and what came of each statement here: the table at the head of the results.
+"""What the paper states, number by number, and which claim of which experiment judges it here.
 
-A statement belongs to an experiment, and is judged by the verdict whose claim holds all of its words, at the medium
-scale where that was run and else at the small one. Where nothing here can judge it, the reason stands in its place.
+A statement belongs to an experiment, and is judged by the verdict whose claim holds all of its words. Where nothing
+here can judge it, the reason stands in its place.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from betternorm.lab.experiments import non_iid, small_batch
-from betternorm.lab.results import Outcome, Result, Table, Verdict
-
-ORDER = ("medium", "small")  # of two verdicts on a statement the first that was run counts
-HEADERS = ["the paper", "where", "its number", "ours", "could have been seen", "how ours differs", "verdict"]
 
 FEW = "CIFAR-100, 10,000 images"
 ALL = "CIFAR-100, 40,000 images"
@@ -23,6 +17,7 @@ FLOWERS = "twenty classes of Flowers-102 at 32x32, 0.08 million parameters"
 TWO_TOGETHER = f"{FEW}{small_batch.TOGETHER}"
 ONE_BATCH = f"{FEW}, B"
 STEPS = "; gradients of 128 examples per step"
+ALONE, SHORT = ", one batch per step", "; 8 epochs, hardly learned"
 FOUR_CLASSES = "10,000 images, batches of 32 in place of 128, gradients of four batches per step"
 TWO_CLASSES = "ten classes of CIFAR-100 at 16x16, two of them per batch"
 WEAK = f"{FLOWERS}; averages over ten batches, decay twenty times that of the weights, neither tuned"
@@ -42,6 +37,7 @@ class Statement:
     small: str = FLOWERS  # how the small scale differs
     untested: str = ""  # why nothing here can judge it
     setting: str = ""  # of several at medium scale, the one whose claims count
+    points: tuple[float, ...] = ()  # its number as differences in points of top-1, where it states them
 
 
 STATEMENTS: dict[str, tuple[Statement, ...]] = {
@@ -87,6 +83,7 @@ STATEMENTS: dict[str, tuple[Statement, ...]] = {
             "alpha-ghost",
             ("alpha raises test top-1 with batch norm",),
             "CIFAR-100, trained here",
+            points=(0.6,),
         ),
         Statement(
             "alpha raises its top-5",
@@ -181,6 +178,7 @@ STATEMENTS: dict[str, tuple[Statement, ...]] = {
             ("improves on batch norm (test top-1)",),
             OTHER_DATA,
             setting=FEW,
+            points=(5.8,),
         ),
         Statement(
             "ghosts raise top-1 on CIFAR-100",
@@ -189,6 +187,7 @@ STATEMENTS: dict[str, tuple[Statement, ...]] = {
             "ghost-size",
             ("improves on batch norm (test top-1)", ALL),
             "ghost size 16 alone; a smaller network, 10 epochs, in which it hardly overfits",
+            points=(0.84,),
         ),
         Statement("ghosts do nothing on SVHN, where networks do not overfit", "3.2", "98.79 %", untested=NO_SVHN),
         Statement(
@@ -262,6 +261,7 @@ STATEMENTS: dict[str, tuple[Statement, ...]] = {
             "decay",
             ("residual network: decay on gamma and beta raises",),
             OTHER_DATA,
+            points=(0.3, 0.91),
         ),
         Statement(
             "gamma toward 0 or toward 1 makes no difference",
@@ -278,6 +278,7 @@ STATEMENTS: dict[str, tuple[Statement, ...]] = {
             "decay",
             ("without shortcuts: decay on gamma and beta does not raise",),
             "a plain network",
+            points=(-0.13,),
         ),
         Statement("decay changes nothing on SVHN", "3.3", "98.79 %", untested=NO_SVHN),
     ),
@@ -292,10 +293,11 @@ STATEMENTS: dict[str, tuple[Statement, ...]] = {
                 f"{OTHER_DATA}, {length}",
                 f"{FLOWERS}; averages over twenty images",
                 setting=setting,
+                points=(0.69, 5.0),
             )
             for words, setting, length in (
                 (", gradients of 64 batches per step", TWO_TOGETHER, "40 epochs"),
-                (", one batch per step", f"{FEW}:", "8 epochs, hardly learned"),
+                (ALONE, f"{FEW}:", "8 epochs, hardly learned"),
             )
         ),
         Statement("B = 2 on SVHN: it is not", "3.4", "-0.02", untested=NO_SVHN),
@@ -347,25 +349,18 @@ STATEMENTS: dict[str, tuple[Statement, ...]] = {
                 f"{OTHER_DATA}{differs}",
                 WEAK,
                 setting=setting,
+                points=points,
             )
-            for size, other, words, number, setting, alone, differs in (
-                (128, "batch norm", "idealised batch norm", "Figure 5a", ONE_BATCH, "", ""),
-                (128, "Group Norm", "Group Norm", "Figure 5a", ONE_BATCH, "", ""),
-                (16, "Group Norm", "Group Norm", "Figure 5a", ONE_BATCH, "", "; 20 epochs"),
-                (4, "batch norm", "idealised batch norm", "Figure 5a", TWO_TOGETHER, "", STEPS),
-                (4, "Group Norm", "Group Norm", "Figure 5a", TWO_TOGETHER, "", STEPS),
-                (2, "batch norm", "idealised batch norm", "+6.5 (Caltech-256)", TWO_TOGETHER, "", STEPS),
-                (2, "Group Norm", "Group Norm", "+5.9 (Caltech-256)", TWO_TOGETHER, "", STEPS),
-                (
-                    2,
-                    "Group Norm",
-                    "Group Norm",
-                    "+5.9 (Caltech-256)",
-                    ONE_BATCH,
-                    ", one batch per step",
-                    "; 8 epochs, hardly learned",
-                ),
-                (1, "Group Norm", "Group Norm", "Figure 5a, by decay alone", TWO_TOGETHER, "", STEPS),
+            for size, other, words, number, points, setting, alone, differs in (
+                (128, "batch norm", "idealised batch norm", "Figure 5a", (), ONE_BATCH, "", ""),
+                (128, "Group Norm", "Group Norm", "Figure 5a", (), ONE_BATCH, "", ""),
+                (16, "Group Norm", "Group Norm", "Figure 5a", (), ONE_BATCH, "", "; 20 epochs"),
+                (4, "batch norm", "idealised batch norm", "Figure 5a", (), TWO_TOGETHER, "", STEPS),
+                (4, "Group Norm", "Group Norm", "Figure 5a", (), TWO_TOGETHER, "", STEPS),
+                (2, "batch norm", "idealised batch norm", "+6.5 (Caltech-256)", (6.5,), TWO_TOGETHER, "", STEPS),
+                (2, "Group Norm", "Group Norm", "+5.9 (Caltech-256)", (5.9,), TWO_TOGETHER, "", STEPS),
+                (2, "Group Norm", "Group Norm", "+5.9 (Caltech-256)", (5.9,), ONE_BATCH, ALONE, SHORT),
+                (1, "Group Norm", "Group Norm", "Figure 5a, by decay alone", (), TWO_TOGETHER, "", STEPS),
             )
         ),
     ),
@@ -378,10 +373,11 @@ STATEMENTS: dict[str, tuple[Statement, ...]] = {
                 "transfer",
                 ("Flowers", f"B = 32: all four improve on {words}"),
                 small="twenty classes of Flowers-102 at 32x32, from CIFAR-100",
+                points=points,
             )
-            for other, words, number in (
-                ("batch norm", "idealised batch norm", "+2.4 (Flowers-102), +1.4 (CUB-2011)"),
-                ("Group Norm", "Group Norm", "+6.1 (Flowers-102), +3.8 (CUB-2011)"),
+            for other, words, number, points in (
+                ("batch norm", "idealised batch norm", "+2.4 (Flowers-102), +1.4 (CUB-2011)", (2.4, 1.4)),
+                ("Group Norm", "Group Norm", "+6.1 (Flowers-102), +3.8 (CUB-2011)", (6.1, 3.8)),
             )
         ),
         Statement(
@@ -391,75 +387,97 @@ STATEMENTS: dict[str, tuple[Statement, ...]] = {
             "transfer",
             ("Flowers", "B = 32: Group Norm gains by a checkpoint"),
             small="twenty classes of Flowers-102 at 32x32, from CIFAR-100",
+            points=(5.0,),
         ),
     ),
     "Batches of few classes": (
         *(
-            Statement(says, "4.4", number, "non-iid", (words,), FOUR_CLASSES, TWO_CLASSES, setting=non_iid.TOGETHER)
-            for says, number, words in (
+            Statement(
+                f"few classes: {says}",
+                "4.4",
+                number,
+                "non-iid",
+                (words,),
+                FOUR_CLASSES,
+                TWO_CLASSES,
+                setting=non_iid.TOGETHER,
+                points=points,
+            )
+            for says, number, points, words in (
                 (
-                    "four classes per batch: alpha helps batch norm",
+                    "alpha helps batch norm",
                     "40.1 to 62.2 %",
+                    (22.1,),
                     "alpha raises the top-1 of batch norm",
                 ),
                 (
-                    "so do ghosts, alpha off",
+                    "ghosts help batch norm, alpha off",
                     "40.1 to 70.4 %",
+                    (30.3,),
                     "the best ghost size, alpha off, improves on batch norm",
                 ),
                 (
                     "ghosts are as good as batch renorm or better, alpha off",
                     "70.4 against 69.0 %",
+                    (1.4,),
                     "the best ghost size, alpha off, improves on batch renorm",
                 ),
                 (
                     "ghosts and alpha are better than batch norm and alpha",
                     "62.2 to 72.2 %",
+                    (10.0,),
                     "the best ghost size, alpha on, improves on batch norm with alpha",
                 ),
                 (
                     "batch renorm is better than batch norm, alpha off",
                     "40.1 to 69.0 %",
+                    (28.9,),
                     "batch renorm improves on batch norm, alpha off",
                 ),
                 (
                     "batch group norm is better than batch norm, alpha on for both",
                     "62.2 to 76.1 %",
+                    (13.9,),
                     "batch group norm improves on batch norm, alpha on for both",
                 ),
                 (
                     "batch group norm is the best",
                     "76.1 against 72.2 %",
+                    (3.9,),
                     "batch group norm improves on the best ghost size",
                 ),
                 (
                     "batch group norm hardly suffers",
                     "76.1 against 76.2 %",
+                    (-0.1,),
                     "batch group norm does as well as with random batches",
                 ),
-                ("alpha does nothing for batch renorm", "0.1 at most", "alpha does nothing for batch renorm"),
+                ("alpha does nothing for batch renorm", "0.1 at most", (0.1,), "alpha does nothing for batch renorm"),
                 (
                     "the best of these halves the error of batch norm",
                     "59.9 to 23.9 %",
+                    (),
                     "the best of all halves the error of batch norm",
                 ),
             )
         ),
         *(
             Statement(
-                f"{says}, one batch per step",
+                f"few classes: {says}{ALONE}",
                 "4.4",
                 number,
                 "non-iid",
                 (words,),
                 "10,000 images, batches of 16 in place of 128, 6,250 steps, hardly learned",
                 setting=non_iid.ALONE,
+                points=points,
             )
-            for says, number, words in (
-                ("alpha helps batch norm", "40.1 to 62.2 %", "alpha raises the top-1 of batch norm"),
+            for says, number, points, words in (
+                ("alpha helps batch norm", "40.1 to 62.2 %", (22.1,), "alpha raises the top-1 of batch norm"),
                 (
                     "batch group norm is the best",
                     "76.1 against 72.2 %",
+                    (3.9,),
                     "batch group norm improves on the best ghost size",
                 ),
             )
@@ -501,6 +519,7 @@ STATEMENTS: dict[str, tuple[Statement, ...]] = {
             "negative",
             ("averages without augmentation lower test top-1",),
             small=f"{FLOWERS}; means over the training set, not a training with learning rate 0",
+            points=(-0.5,),
         ),
         Statement(
             "averages without augmentation lower the cross-entropy mildly",
@@ -551,39 +570,3 @@ STATEMENTS: dict[str, tuple[Statement, ...]] = {
         ),
     ),
 }
-
-
-def tables(results: Sequence[Result]) -> list[Table]:
-    """Every statement with what came of it, a table for each technique."""
-    return [Table(name, HEADERS, [_row(one, results) for one in these]) for name, these in STATEMENTS.items()]
-
-
-def _row(statement: Statement, results: Sequence[Result]) -> list[object]:
-    told = [statement.says, statement.place, statement.number]
-    if statement.untested:
-        return [*told, "", "", "", f"not tested: {statement.untested}"]
-    found = _verdict(statement, results)
-    if found is None:
-        return [*told, "", "", statement.differs, "not run yet"]
-    scale, verdict = found
-    shown = "" if verdict.detectable is None or math.isinf(verdict.detectable) else f"{verdict.detectable:.2g}"
-    differs = statement.small if scale == "small" else statement.differs
-    ours = f"{verdict.measured or 'see the page'}, {scale}"
-    return [*told, ours, shown, differs, f"**{verdict.outcome.value}**"]
-
-
-def _verdict(statement: Statement, results: Sequence[Result]) -> tuple[str, Verdict] | None:
-    """The verdict that judges a statement, with its scale, where anything has been run."""
-    for scale in ORDER:
-        for result in results:
-            if (result.name, result.scale) == (statement.experiment, scale):
-                for verdict in result.verdicts:
-                    run = verdict.outcome is not Outcome.NOT_RUN
-                    if run and all(word in verdict.claim for word in words_of(statement, scale)):
-                        return scale, verdict
-    return None
-
-
-def words_of(statement: Statement, scale: str) -> tuple[str, ...]:
-    """What the claim that judges a statement has in it. At the small scale there is one setting."""
-    return (*statement.words, statement.setting) if scale == "medium" else statement.words

@@ -25,7 +25,7 @@ DASHES = ("", "6 3", "2 3", "9 3 2 3", "12 4")
 
 def categorical(figure: Figure) -> bool:
     """Whether x names things rather than measures them."""
-    return figure.kind == "bar" or any(isinstance(x, str) for series in figure.series for x in series.x)
+    return figure.kind in ("bar", "point") or any(isinstance(x, str) for series in figure.series for x in series.x)
 
 
 def positions(figures: Iterable[Figure]) -> list[Any]:
@@ -41,6 +41,8 @@ def starts_at_zero(figure: Figure) -> bool:
     A bar says its value by its length, so it has to start at zero; where all values lie close together far from zero,
     as accuracies do, bars would look alike and points show the difference without lying.
     """
+    if figure.kind == "point":
+        return False
     values = [*figure.levels.values(), *(value for series in figure.series for value in series.y)]
     finite = [value for value in values if math.isfinite(value)]
     return not finite or min(finite) <= 0.5 * max(finite)

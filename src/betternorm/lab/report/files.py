@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import os
 import re
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
 
+MARKS = "osD^v"  # of series on one line, which colour alone would not tell apart
 INTERVAL: dict[str, Any] = {"fmt": "none", "capsize": 3, "elinewidth": 1.2}
 
 
@@ -74,7 +76,8 @@ def draw(figure: Figure) -> Canvas:
     from matplotlib.figure import Figure as Canvas
 
     categorical = charts.categorical(figure)
-    rows = len(charts.positions([figure])) * len(figure.series) if categorical else 0
+    lines = 1 if figure.kind == "point" else len(figure.series)
+    rows = len(charts.positions([figure])) * lines if categorical else 0
     canvas = Canvas(figsize=(7.2, max(2.4, 0.9 + 0.32 * rows) if categorical else 4.2), layout="constrained")
     axes = canvas.add_subplot()
     for side in ("top", "right"):
@@ -130,7 +133,8 @@ def _lines(axes: Axes, figure: Figure) -> None:
 
 def _bars(axes: Axes, figure: Figure) -> None:
     places = charts.positions([figure])
-    thick = 0.8 / max(1, len(figure.series))
+    together = figure.kind == "point"
+    thick = 0.0 if together else 0.8 / max(1, len(figure.series))
     from_zero = charts.starts_at_zero(figure)
     for number, series in enumerate(figure.series):
         colour = charts.COLOURS[number % len(charts.COLOURS)][0]
@@ -138,14 +142,20 @@ def _bars(axes: Axes, figure: Figure) -> None:
         if from_zero:
             axes.barh(rows, series.y, height=0.9 * thick, color=colour, label=series.name)
         else:
-            axes.plot(series.y, rows, "o", color=colour, label=series.name)
+            mark = MARKS[number % len(MARKS)] if together else "o"
+            hollow: dict[str, Any] = (
+                {"fillstyle": "none", "markersize": 8} if together and series.low is None else {}
+            )  # hides nothing
+            axes.plot(series.y, rows, mark, color=colour, label=series.name, **hollow)
         if series.low is not None and series.high is not None:
             below = [y - low for y, low in zip(series.y, series.low, strict=True)]
             above = [high - y for y, high in zip(series.y, series.high, strict=True)]
             axes.errorbar(series.y, rows, xerr=[below, above], ecolor="#222222" if from_zero else colour, **INTERVAL)
     for name, level in figure.levels.items():
         axes.axvline(level, color="#444444", linewidth=1, linestyle=":", label=name)
-    axes.set_yticks(range(len(places)), places)
+    axes.set_yticks(range(len(places)), [textwrap.fill(place, 56) for place in places] if together else places)
+    if together:  # whose names are sentences
+        axes.tick_params(axis="y", labelsize=8)
     axes.set_ylim(len(places) - 0.5, -0.5)  # the first on top
     axes.set_xlabel(figure.y_label)
     axes.set_ylabel(figure.x_label)

@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from betternorm.lab.report import files, labels
-from betternorm.lab.results import Outcome, Result, Table
+from betternorm.lab.results import Figure, Outcome, Result, Table
 
 FOLDERS = {"small": "", "medium": "medium/"}  # where the pages of a scale lie, from the overview
+BESIDE = "paper-and-ours"  # the figure at its head
 INTRODUCTION = (
     "# Results",
     "What the paper states, and what came of it here. *Ours* is a difference with its 95 % interval, the number of "
@@ -23,9 +24,14 @@ INTRODUCTION = (
 )
 
 
-def write(results: Mapping[str, Sequence[Result]], statements: Sequence[Table], folder: str | os.PathLike[str]) -> Path:
-    """``index.md`` of a folder of results, from those of each scale."""
+def write(
+    results: Mapping[str, Sequence[Result]], statements: Sequence[Table], beside: Figure, folder: str | os.PathLike[str]
+) -> Path:
+    """``index.md`` of a folder of results, from those of each scale; ``beside`` has the paper's numbers and ours."""
     parts = [*INTRODUCTION, _tally(statements)]
+    if beside.series:
+        files.save(files.draw(beside), Path(folder) / BESIDE)
+        parts.append(f"![{beside.title}]({BESIDE}.png)\n\nThe same as [SVG]({BESIDE}.svg).")
     for one in statements:
         parts += [f"## {one.title}", files.markdown_table(one.headers, one.rows)]
     for scale, found in results.items():
