@@ -65,7 +65,7 @@ class CommandParser(argparse.ArgumentParser):
         for action in self.options:
             if not action.option_strings:
                 shown = str(action.metavar or "|".join(map(str, action.choices or ())) or action.dest)
-                words.append(f"{shown} ..." if action.nargs in ("+", "*") else shown)
+                words.append({"+": f"{shown} ...", "*": f"[{shown} ...]"}.get(str(action.nargs), shown))
             elif action.required:
                 words.append(f"{action.option_strings[0]} {action.metavar or action.dest.upper()}")
         return " ".join(["%(prog)s", *words, "[options]"])

@@ -28,7 +28,7 @@ EXAMPLES = f"""experiments:
   {", ".join(registry.NAMES[6:])}
 
 examples:
-  betternorm reproduce all              digits, in minutes: does everything run?
+  betternorm reproduce                  digits, in minutes: does everything run?
   betternorm reproduce ghost-size --scale small --engine processes
   betternorm reproduce all --scale small --pages docs/results
   betternorm reproduce alpha-imagenet --network timm:resnet50 --images val/
@@ -40,7 +40,7 @@ finished is never run again."""
 
 def add_arguments(parser: CommandParser) -> None:
     parser.epilog = EXAMPLES
-    parser.add_argument("names", nargs="+", metavar="NAME", help="experiments, or all")
+    parser.add_argument("names", nargs="*", default=["all"], metavar="NAME", help="experiments (all)")
     parser.add_argument("--scale", choices=SCALES, default="smoke", metavar="NAME", help=f"{', '.join(SCALES)} (smoke)")
     parser.add_argument("--seeds", type=int, metavar="N", help="runs of every arm (each experiment's own number)")
     parser.add_argument("--rows-only", action="store_true", help="run nothing: judge the rows that there are")

@@ -1,5 +1,6 @@
 """``betternorm reproduce``: every experiment ends in tables and figures, whatever happens on the way."""
 
+import json
 import os
 import re
 import signal
@@ -101,6 +102,11 @@ def test_alpha_on_networks_and_images_of_ones_own(tmp_path, capsys, monkeypatch)
     assert row["examples"] == 20  # all of them
     assert reproduce("ghost-size", "--images", "val", "--folder", "store") == 2
     assert "belong together" in capsys.readouterr().err
+
+
+def test_without_names_it_is_every_experiment(tmp_path, capsys):
+    assert reproduce("--scale", "medium", "--rows-only", "--json", "--folder", tmp_path) == 0
+    assert [one["name"] for one in json.loads(capsys.readouterr().out)] == [*registry.MEDIUM]
 
 
 def test_a_plan_says_what_so_many_seeds_can_show(tmp_path, monkeypatch, capsys):
