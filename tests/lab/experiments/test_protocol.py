@@ -30,13 +30,13 @@ def test_only_settled_experiments_read_the_test_set(name):
         assert len({trial.seed for trial in trials}) >= 3
 
 
-@pytest.mark.parametrize("name", ["alpha-groupnorm", "decay", "small-batch", "non-iid"])
+@pytest.mark.parametrize("name", ["alpha-groupnorm", "ghost-size", "decay", "small-batch", "non-iid"])
 def test_candidates_can_be_run_at_any_time_and_never_read_the_test_set(name):
     candidates = registry.candidates(name, "medium").values()
     assert {(trial.seed, trial.test) for trial in candidates} == {(protocol.TUNING_SEED, False)}
 
 
-@pytest.mark.parametrize(("name", "scale"), [("ghost-size", "medium"), ("non-iid", "small")])
+@pytest.mark.parametrize(("name", "scale"), [("combined", "medium"), ("non-iid", "small")])
 def test_without_candidates_the_reason_is_said(name, scale):
     with pytest.raises(UserError, match=f"{name} has no candidates at {scale} scale; .* small-batch, non-iid have"):
         registry.candidates(name, scale)
@@ -50,12 +50,6 @@ def test_two_examples_in_steps_of_128_are_normalised_two_by_two():
     }
     assert together == {("group", 128, None), ("batch_group", 128, None), ("ghost", 128, 2)}
     assert BatchGroupNorm(8, 32).examples_per_group == small_batch.BATCH  # what batch_group has when it is not told
-
-
-def test_batch_renorm_keeps_its_schedule_where_gradients_are_accumulated():
-    renorm = non_iid.arms("medium")[non_iid.TOGETHER, non_iid.RENORM, 32]
-    seen = 20 * (10_000 // 128) * 4  # batches of 32 in the whole training
-    assert dict(renorm.norm_options) == {"warmup_steps": seen // 10, "d_steps": 3 * seen // 10, "r_steps": seen // 2}
 
 
 def test_every_norm_at_two_examples_has_the_same_candidates():
@@ -94,17 +88,12 @@ def test_what_was_chosen_at_two_examples_is_the_best_candidate(batch_size, settl
     assert {method: max(found)[1] for method, found in best.items()} == settled
 
 
-@pytest.mark.parametrize(
-    ("setting", "settled"),
-    [(non_iid.ALONE, protocol.FOUR_CLASSES), (non_iid.TOGETHER, protocol.FOUR_CLASSES_TOGETHER)],
-)
-def test_the_learning_rate_with_four_classes_per_batch_is_the_best_candidate(setting, settled):
+def test_the_learning_rate_with_four_classes_per_batch_is_the_best_candidate():
     found = {}
-    for row, top1, (rate, _) in candidates("non-iid"):
-        if int(row["batch_size"]) == non_iid.BASE["medium"][setting].batch_size:
-            found.setdefault(rate, []).append(top1)
-    assert {rate: len(top1) for rate, top1 in found.items()} == dict.fromkeys(non_iid.RATES[setting], 2)
-    assert max(found, key=lambda rate: sum(found[rate])) == settled
+    for _, top1, (rate, _) in candidates("non-iid"):
+        found.setdefault(rate, []).append(top1)
+    assert {rate: len(top1) for rate, top1 in found.items()} == dict.fromkeys(non_iid.RATES, 2)
+    assert max(found, key=lambda rate: sum(found[rate])) == protocol.FOUR_CLASSES
 
 
 def test_all_four_at_two_examples_are_the_networks_of_the_experiment_on_two_examples():

@@ -57,7 +57,7 @@ def _row(statement: Statement, results: Sequence[Result]) -> list[object]:
 
 def _verdict(statement: Statement, results: Sequence[Result]) -> tuple[str, Verdict] | None:
     """The verdict that judges a statement, with its scale, where anything has been run."""
-    for scale in ORDER:
+    for scale in [statement.scale] if statement.scale else ORDER:
         for result in results:
             if (result.name, result.scale) == (statement.experiment, scale):
                 for verdict in result.verdicts:

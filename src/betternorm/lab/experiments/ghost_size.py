@@ -8,6 +8,8 @@ between 4 and 32, and a lower training accuracy the smaller the ghosts.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from betternorm.lab.experiments import claims, findings
 from betternorm.lab.experiments.findings import Findings, FinishedRuns, Label
 from betternorm.lab.experiments.scales import ALL, FLOWERS102, TASKS, with_norm
@@ -28,6 +30,7 @@ COLUMNS = {
 }
 TOO_SMALL = 2  # ghosts of this size do not help, says section 4.2
 CONTROL = "CIFAR-100, 40,000 images"  # at medium scale: a network that overfits less
+TUNED, RATES = (128, 8, 2), (0.03, 0.1, 0.3)  # at medium scale: sizes whose learning rate is chosen, and from what
 SIZES = {"smoke": (16, 4), "small": (16, 8, 4, 2), "medium": (32, 16, 8, 4, 2), "paper": (64, 32, 16, 8, 4, 2)}
 
 
@@ -41,6 +44,16 @@ def arms(scale: str) -> dict[Label, Config]:
     if scale == "medium":
         found |= {(CONTROL, ALL.batch_size): ALL, (CONTROL, 16): with_norm(ALL, "ghost", ghost_size=16)}
     return found
+
+
+def candidates(scale: str) -> dict[Label, Config]:
+    """What the learning rate of some sizes at medium scale is chosen from."""
+    return {
+        (task, f"ghost size {size}, learning rate {rate:g}"): replace(arm, learning_rate=rate)
+        for (task, size), arm in arms(scale).items()
+        if task in TASKS[scale] and size in TUNED
+        for rate in RATES
+    }
 
 
 def sizes(scale: str, config: Config) -> list[int]:

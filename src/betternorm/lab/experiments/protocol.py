@@ -27,10 +27,9 @@ MARGINS = {"top1": 0.5, "cross_entropy": 0.02}  # points; nats
 # What the plan assumes of the standard deviation between seeds, until it has been measured.
 SPREAD = {"top1": 0.45, "top1, same network": 0.2}
 
-# Learning rate of every norm with four classes per batch, one batch per step and four: of the candidates
-# (docs/results/protocol/non-iid.csv) the one with the highest mean of top-1 on validation data, at the best alpha.
+# Learning rate of every norm with four classes per batch: of the candidates (docs/results/protocol/non-iid.csv) the one
+# with the highest mean of top-1 on validation data, at the best alpha.
 FOUR_CLASSES = 0.003
-FOUR_CLASSES_TOGETHER = 0.1  # candidates are being run
 
 # Learning rate and groups of channels of Group Norm at B = 128: of the candidates
 # (docs/results/protocol/alpha-groupnorm.csv) the one with the highest top-1 on validation data, at its best alpha.
@@ -44,9 +43,9 @@ TWO_EXAMPLES: dict[str, tuple[float, int | None]] = {
     "batch norm": (0.0016, None),
 }
 
-# The same where a step is of 128 examples, which are normalised two by two; candidates are being run.
+# The same where a step is of 128 examples, which are normalised two by two.
 TWO_EXAMPLES_TOGETHER: dict[str, tuple[float, int | None]] = {
     "group norm": GROUP_NORM,
-    "batch group norm": (0.1, 8),
-    "batch norm": (0.1, None),
+    "batch group norm": (0.1, 16),
+    "batch norm": (0.3, None),
 }

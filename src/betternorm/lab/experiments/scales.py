@@ -119,7 +119,7 @@ def steps(config: Config) -> int:
 
 def with_renorm(config: Config) -> Config:
     """Batch renorm, plain batch norm for a tenth of the training and then corrected more and more for the next four."""
-    total = steps(config) * config.accumulate  # the layer counts what it sees
+    total = steps(config)
     return with_norm(config, "renorm", warmup_steps=total // 10, d_steps=3 * total // 10, r_steps=total // 2)
 
 
