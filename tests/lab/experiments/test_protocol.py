@@ -10,7 +10,17 @@ import pytest
 from betternorm import BatchGroupNorm
 from betternorm.errors import UserError
 from betternorm.lab import engines
-from betternorm.lab.experiments import alpha_groupnorm, combined, non_iid, protocol, registry, runner, small_batch
+from betternorm.lab.experiments import (
+    alpha_groupnorm,
+    combined,
+    decay,
+    ghost_size,
+    non_iid,
+    protocol,
+    registry,
+    runner,
+    small_batch,
+)
 from betternorm.lab.experiments.scales import FEW
 from betternorm.lab.store import DONE
 from betternorm.lab.trials import Runtime
@@ -75,6 +85,28 @@ def test_group_norm_is_the_best_candidate():
     found = {setting: top1 for _, top1, setting in candidates("alpha-groupnorm")}
     assert {*found} == {(rate, count) for rate in alpha_groupnorm.RATES for count in alpha_groupnorm.CANDIDATE_GROUPS}
     assert max(found, key=found.get) == protocol.GROUP_NORM
+
+
+def test_the_strength_of_decay_is_the_best_candidate():
+    networks = {"post_resnet": "residual network", "post_plain": "the same without shortcuts"}
+    found = {}
+    for row, top1, _ in candidates("decay"):
+        found.setdefault(networks[row["network"]], {})[float(row["norm_decay"])] = top1
+    assert {*found} == {*networks.values()}
+    for network, by_strength in found.items():
+        assert sorted(by_strength) == sorted(decay.STRENGTHS)
+        assert max(by_strength, key=by_strength.get) == protocol.NORM_DECAY[network]
+
+
+def test_the_learning_rate_of_a_ghost_size_is_the_best_candidate():
+    found = {}
+    for row, top1, (rate, _) in candidates("ghost-size"):
+        size = dict(json.loads(row["norm_options"])).get("ghost_size", 128)
+        found.setdefault(size, {})[rate] = top1
+    assert {size: sorted(by_rate) for size, by_rate in found.items()} == dict.fromkeys(
+        protocol.GHOSTS, sorted(ghost_size.RATES)
+    )
+    assert {size: max(by_rate, key=by_rate.get) for size, by_rate in found.items()} == protocol.GHOSTS
 
 
 @pytest.mark.parametrize(("batch_size", "settled"), [(2, protocol.TWO_EXAMPLES), (128, protocol.TWO_EXAMPLES_TOGETHER)])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from betternorm.lab.experiments import claims, findings
+from betternorm.lab.experiments import claims, findings, protocol
 from betternorm.lab.experiments.findings import Findings, FinishedRuns, Label
 from betternorm.lab.experiments.scales import ALL, FLOWERS102, TASKS, with_norm
 from betternorm.lab.results import Figure, Table, Verdict
@@ -30,7 +30,8 @@ COLUMNS = {
 }
 TOO_SMALL = 2  # ghosts of this size do not help, says section 4.2
 CONTROL = "CIFAR-100, 40,000 images"  # at medium scale: a network that overfits less
-TUNED, RATES = (128, 8, 2), (0.03, 0.1, 0.3)  # at medium scale: sizes whose learning rate is chosen, and from what
+RATES = (0.03, 0.1, 0.3)  # candidates at medium scale
+OWN_RATES = ", each at its own learning rate"
 SIZES = {"smoke": (16, 4), "small": (16, 8, 4, 2), "medium": (32, 16, 8, 4, 2), "paper": (64, 32, 16, 8, 4, 2)}
 
 
@@ -42,6 +43,11 @@ def arms(scale: str) -> dict[Label, Config]:
         for size in sizes(scale, config):
             found[task, size] = config if size == config.batch_size else with_norm(config, "ghost", ghost_size=size)
     if scale == "medium":
+        found |= {
+            (f"{task}{OWN_RATES}", size): replace(found[task, size], learning_rate=rate)
+            for task in tasks
+            for size, rate in protocol.GHOSTS.items()
+        }
         found |= {(CONTROL, ALL.batch_size): ALL, (CONTROL, 16): with_norm(ALL, "ghost", ghost_size=16)}
     return found
 
@@ -51,7 +57,7 @@ def candidates(scale: str) -> dict[Label, Config]:
     return {
         (task, f"ghost size {size}, learning rate {rate:g}"): replace(arm, learning_rate=rate)
         for (task, size), arm in arms(scale).items()
-        if task in TASKS[scale] and size in TUNED
+        if task in TASKS[scale] and size in protocol.GHOSTS
         for rate in RATES
     }
 
@@ -117,10 +123,9 @@ def _verdicts(runs: FinishedRuns, task: str, points: dict[int, list[float]]) -> 
 
 def _control(runs: FinishedRuns) -> Verdict:
     """Where the network overfits less, ghosts gain less; the same size on both, the one that the control has."""
-    few, many = runs.names()
     size = runs.names(1, first=CONTROL)[-1]
     gains = []
-    for task in (few, many):
+    for task in (runs.names()[0], CONTROL):
         whole = runs.names(1, first=task)[0]
         ghost, batch = runs.by_seed(((task, size), "test_top1"), ((task, whole), "test_top1"))
         gains.append([a - b for a, b in zip(ghost, batch, strict=True)])

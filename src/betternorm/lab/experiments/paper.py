@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from betternorm.lab.experiments import small_batch
+from betternorm.lab.experiments import ghost_size, small_batch
 
 FEW = "CIFAR-100, 10,000 images"
 ALL = "CIFAR-100, 40,000 images"
@@ -16,6 +16,7 @@ OTHER_DATA = "CIFAR-100 with 10,000 images for Caltech-256, a small residual net
 FLOWERS = "twenty classes of Flowers-102 at 32x32, 0.08 million parameters"
 TWO_TOGETHER = f"{FEW}{small_batch.TOGETHER}"
 ONE_BATCH = f"{FEW}, B"
+ONE_RATE_AND_OWN = (("", f"{FEW}:"), (ghost_size.OWN_RATES, f"{FEW}{ghost_size.OWN_RATES}"))
 STEPS = "; gradients of 128 examples per step"
 ALONE, SHORT = ", one batch per step", "; 8 epochs, hardly learned"
 FOUR_CLASSES = "10,000 images, batches of 16 in place of 128, 6,250 steps, hardly learned"
@@ -171,15 +172,18 @@ STATEMENTS: dict[str, tuple[Statement, ...]] = {
         ),
     ),
     "Ghost batch norm": (
-        Statement(
-            "ghosts raise top-1 where networks overfit",
-            "3.2",
-            "+5.8 (Caltech-256)",
-            "ghost-size",
-            ("improves on batch norm (test top-1)",),
-            OTHER_DATA,
-            setting=FEW,
-            points=(5.8,),
+        *(
+            Statement(
+                f"ghosts raise top-1 where networks overfit{named}",
+                "3.2",
+                "+5.8 (Caltech-256)",
+                "ghost-size",
+                ("improves on batch norm (test top-1)",),
+                OTHER_DATA,
+                setting=setting,
+                points=(5.8,),
+            )
+            for named, setting in ONE_RATE_AND_OWN
         ),
         Statement(
             "ghosts raise top-1 on CIFAR-100",
@@ -199,13 +203,17 @@ STATEMENTS: dict[str, tuple[Statement, ...]] = {
             ("gains more test top-1 with 10,000",),
             "the same data, more of it",
         ),
-        Statement(
-            "the effect of the ghost size is unimodal",
-            "3.2",
-            "Figure 3",
-            "ghost-size",
-            ("unimodal",),
-            OTHER_DATA,
+        *(
+            Statement(
+                f"the effect of the ghost size is unimodal{named}",
+                "3.2",
+                "Figure 3",
+                "ghost-size",
+                ("unimodal",),
+                OTHER_DATA,
+                setting=setting,
+            )
+            for named, setting in ONE_RATE_AND_OWN
         ),
         Statement(
             "ghosts alone help as long as they are larger than 2",
@@ -214,18 +222,22 @@ STATEMENTS: dict[str, tuple[Statement, ...]] = {
             "ghost-size",
             ("every ghost size above 2 improves",),
             OTHER_DATA,
-            setting=FEW,
+            setting=f"{FEW}:",
         ),
         Statement(
             "ghosts regularise", "3.2", "", "ghost-size", ("ghosts regularise",), "training top-1, in evaluation mode"
         ),
-        Statement(
-            "alpha gains more top-1 the smaller the ghosts",
-            "3.2",
-            "Figure 4",
-            "alpha-ghost",
-            ("alpha gains more test top-1",),
-            OTHER_DATA,
+        *(
+            Statement(
+                f"alpha gains more top-1 the smaller the ghosts{named}",
+                "3.2",
+                "Figure 4",
+                "alpha-ghost",
+                ("alpha gains more test top-1",),
+                OTHER_DATA,
+                setting=setting,
+            )
+            for named, setting in ONE_RATE_AND_OWN
         ),
         Statement(
             "alpha adds to the gain by ghosts",
@@ -234,7 +246,7 @@ STATEMENTS: dict[str, tuple[Statement, ...]] = {
             "alpha-ghost",
             ("alpha adds to ghost size",),
             OTHER_DATA,
-            setting=FEW,
+            setting=f"{FEW}:",
         ),
         Statement(
             "the best alphas for top-1 and for cross-entropy may differ",
@@ -263,6 +275,15 @@ STATEMENTS: dict[str, tuple[Statement, ...]] = {
             ("residual network: decay on gamma and beta raises",),
             OTHER_DATA,
             points=(0.3, 0.91),
+        ),
+        Statement(
+            "the same, the strength of decay chosen on validation data",
+            "3.3",
+            "",
+            "decay",
+            ("residual network: decay of the best strength",),
+            f"{OTHER_DATA}; four times that of the weights",
+            scale="medium",
         ),
         Statement(
             "gamma toward 0 or toward 1 makes no difference",
@@ -381,14 +402,17 @@ STATEMENTS: dict[str, tuple[Statement, ...]] = {
                 ("Group Norm", "Group Norm", "+6.1 (Flowers-102), +3.8 (CUB-2011)", (6.1, 3.8)),
             )
         ),
-        Statement(
-            "fine-tuning: Group Norm gains by a Group Norm checkpoint",
-            "4.3",
-            "roughly 5",
-            "transfer",
-            ("Flowers", "B = 32: Group Norm gains by a checkpoint"),
-            small="twenty classes of Flowers-102 at 32x32, from CIFAR-100",
-            points=(5.0,),
+        *(
+            Statement(
+                f"fine-tuning: Group Norm gains by a Group Norm checkpoint{named}",
+                "4.3",
+                "roughly 5",
+                "transfer",
+                (data, "B = 32: Group Norm gains by a checkpoint"),
+                small=f"twenty classes of {data}-{number} at 32x32, from CIFAR-100",
+                points=(5.0,),
+            )
+            for data, number, named in (("Flowers", 102, ""), ("Caltech", 101, ", Caltech-101"))
         ),
     ),
     "Batches of few classes": (

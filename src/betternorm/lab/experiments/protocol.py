@@ -49,3 +49,11 @@ TWO_EXAMPLES_TOGETHER: dict[str, tuple[float, int | None]] = {
     "batch group norm": (0.1, 16),
     "batch norm": (0.3, None),
 }
+
+# Learning rate of some ghost sizes at B = 128, where each has its own: of the candidates
+# (docs/results/protocol/ghost-size.csv) the one with the highest top-1 on validation data, at the best alpha.
+GHOSTS = {128: 0.1, 8: 0.3, 2: 0.3}
+
+# Decay on gamma and beta of each network: of the candidates (docs/results/protocol/decay.csv) the strength with the
+# highest top-1 on validation data, at the best alpha.
+NORM_DECAY = {"residual network": 0.002, "the same without shortcuts": 0.002}
