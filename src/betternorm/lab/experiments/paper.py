@@ -16,7 +16,7 @@ OTHER_DATA = "CIFAR-100 with 10,000 images for Caltech-256, a small residual net
 FLOWERS = "twenty classes of Flowers-102 at 32x32, 0.08 million parameters"
 TWO_TOGETHER = f"{FEW}{small_batch.TOGETHER}"
 ONE_BATCH = f"{FEW}, B"
-ONE_RATE_AND_OWN = (("", f"{FEW}:"), (ghost_size.OWN_RATES, f"{FEW}{ghost_size.OWN_RATES}"))
+ONE_RATE_AND_OWN = (("", f"{FEW}:", ""), (ghost_size.OWN_RATES, f"{FEW}{ghost_size.OWN_RATES}", "medium"))
 STEPS = "; gradients of 128 examples per step"
 ALONE, SHORT = ", one batch per step", "; 8 epochs, hardly learned"
 FOUR_CLASSES = "10,000 images, batches of 16 in place of 128, 6,250 steps, hardly learned"
@@ -181,9 +181,10 @@ STATEMENTS: dict[str, tuple[Statement, ...]] = {
                 ("improves on batch norm (test top-1)",),
                 OTHER_DATA,
                 setting=setting,
+                scale=scale,
                 points=(5.8,),
             )
-            for named, setting in ONE_RATE_AND_OWN
+            for named, setting, scale in ONE_RATE_AND_OWN
         ),
         Statement(
             "ghosts raise top-1 on CIFAR-100",
@@ -212,8 +213,9 @@ STATEMENTS: dict[str, tuple[Statement, ...]] = {
                 ("unimodal",),
                 OTHER_DATA,
                 setting=setting,
+                scale=scale,
             )
-            for named, setting in ONE_RATE_AND_OWN
+            for named, setting, scale in ONE_RATE_AND_OWN
         ),
         Statement(
             "ghosts alone help as long as they are larger than 2",
@@ -236,8 +238,9 @@ STATEMENTS: dict[str, tuple[Statement, ...]] = {
                 ("alpha gains more test top-1",),
                 OTHER_DATA,
                 setting=setting,
+                scale=scale,
             )
-            for named, setting in ONE_RATE_AND_OWN
+            for named, setting, scale in ONE_RATE_AND_OWN
         ),
         Statement(
             "alpha adds to the gain by ghosts",
