@@ -47,12 +47,12 @@ def check(found):
 def test_candidates_are_of_one_experiment_and_keep_their_rows_apart(tmp_path, capsys):
     words = ("--scale", "medium", "--candidates", "--rows-only", "--folder", tmp_path / "store", "--pages", tmp_path)
     assert reproduce("non-iid", *words) == 0
-    assert "batch norm, learning rate 0.1, 32" in capsys.readouterr().out
+    assert "batch norm, learning rate 0.01, 16" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir() if path.name != "store"] == ["protocol"]
     assert reproduce("non-iid", "small-batch", *words) == 2
     assert "one experiment at a time" in capsys.readouterr().err
-    assert reproduce("ghost-size", *words) == 2
-    assert "ghost-size has no candidates" in capsys.readouterr().err
+    assert reproduce("combined", *words) == 2
+    assert "combined has no candidates" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["ghost-size", "output-range"])
@@ -115,7 +115,7 @@ def test_a_plan_says_what_so_many_seeds_can_show(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert reproduce("ghost-size", "--scale", "medium", "--plan", "--pages", pages) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert re.search(r"ghost-size 24 24 0 ", said)
+    assert re.search(r"ghost-size 33 30 0 ", said)
     assert "3 seeds show 1.4 points of top-1 between arms, and 0.65 between two readings of the same networks" in said
 
 
