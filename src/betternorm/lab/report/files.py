@@ -143,10 +143,9 @@ def _bars(axes: Axes, figure: Figure) -> None:
             axes.barh(rows, series.y, height=0.9 * thick, color=colour, label=series.name)
         else:
             mark = MARKS[number % len(MARKS)] if together else "o"
-            hollow: dict[str, Any] = (
-                {"fillstyle": "none", "markersize": 8} if together and series.low is None else {}
-            )  # hides nothing
-            axes.plot(series.y, rows, mark, color=colour, label=series.name, **hollow)
+            hollow = together and series.low is None  # so that it hides nothing of the others
+            shape: dict[str, Any] = {"fillstyle": "none", "markersize": 8} if hollow else {}
+            axes.plot(series.y, rows, mark, color=colour, label=series.name, **shape)
         if series.low is not None and series.high is not None:
             below = [y - low for y, low in zip(series.y, series.low, strict=True)]
             above = [high - y for y, high in zip(series.y, series.high, strict=True)]
