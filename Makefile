@@ -38,7 +38,7 @@ bench: $(READY)
 # Every architecture of timm with BatchNorm, about an hour; it goes on where it was interrupted.
 zoo: $(READY)
 	mkdir -p build
-	$(BIN)/python benchmarks/zoo.py --json build/zoo.json
+	$(BIN)/python -m betternorm_lab.studies.zoo --json build/zoo.json
 
 # Not quietly: mkdocs then counts no warnings, and --strict has nothing to go by.
 docs: $(READY)
@@ -53,16 +53,16 @@ clean:
 
 # Without build isolation: a build environment of its own would fetch a second torch. torch comes first, because the
 # kernels are compiled against its headers.
-$(DEMO): pyproject.toml constraints.txt hatch_build.py $(KERNELS)
+$(DEMO): pyproject.toml lab/pyproject.toml constraints.txt hatch_build.py $(KERNELS)
 	@echo 'setting up, once: an environment in $(VENV)'
 	@$(PYTHON) -m venv $(VENV)
 	@$(STEP) 'installing torch' $(PIP) torch numpy hatchling editables
-	@$(STEP) 'installing betternorm and compiling its kernels' $(PIP) --no-build-isolation --editable '.[demo]'
+	@$(STEP) 'installing betternorm and compiling its kernels' $(PIP) --no-build-isolation --editable . --editable lab
 	@$(BIN)/python -c 'from betternorm import backends; print(backends.status())'
 	@touch $@
 
 $(READY): $(DEMO)
-	@$(STEP) 'installing what the tests use' $(PIP) --no-build-isolation --editable '.[dev]'
+	@$(STEP) 'installing what the tests use' $(PIP) --no-build-isolation --editable '.[dev]' --editable 'lab[all]'
 	@touch $@
 
 # What the slow tests use beside: Triton, a gigabyte, whose interpreter runs the GPU kernels without a GPU, and a real browser.

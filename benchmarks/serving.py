@@ -21,6 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from betternorm_lab.models.cifar_resnets import CifarResNet
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -29,7 +30,6 @@ from benchmarks.__main__ import processor
 from benchmarks.measuring import compare
 from betternorm.display.tables import table
 from betternorm.integrations import torchvision as torchvision_support
-from betternorm.lab.models.cifar_resnets import CifarResNet
 from betternorm.weighing.alpha import weighed_layers
 
 ALPHA = 0.1  # the cost does not depend on it

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from betternorm.advice import advise, tune_ghost_size, upgrade, usual_ghost_sizes
+from betternorm.advice import advise, tune_ghost_size, upgrade
+from betternorm.advice.recommend import usual_ghost_sizes
+from betternorm.conversion.convert import revert
 from betternorm.decay.report import norm_report
 from betternorm.layers import BatchGroupNorm, GhostBatchNorm, GroupedBatchNorm
-from betternorm.surgery import revert
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,8 @@ from torch import nn
 import betternorm
 from benchmarks.measuring import geometric_mean
 from benchmarks.sections import LAYOUTS
-from betternorm.cli import COMMANDS, FINDING, OK, build_parser, main
+from betternorm.cli import FINDING, OK
+from betternorm.cli.main import COMMANDS, build_parser, main
 from betternorm.errors import UncertainGainWarning
 from betternorm.integrations.models import load_model
 
@@ -284,7 +285,7 @@ RUNNERS = {"betternorm": _betternorm, "torchrun": _torchrun, "python": _python, 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_examples_in_a_help_text_are_understood(command: str) -> None:
     """Each is a line that begins with the program; a remark may follow it after two spaces."""
-    module = importlib.import_module(f"betternorm.commands.{command}")
+    module = importlib.import_module(COMMANDS[command].module)
     lines = re.findall(r"^  betternorm (\S.*)$", module.EXAMPLES, flags=re.MULTILINE)
     assert lines
     for line in lines:
@@ -383,7 +384,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 MODULES = [
     module.name
     for module in pkgutil.walk_packages(betternorm.__path__, "betternorm.")
-    if not module.name.startswith(("betternorm.lab", "betternorm.integrations", "betternorm.backends.triton"))
+    if not module.name.startswith(("betternorm_lab", "betternorm.integrations", "betternorm.backends.triton"))
 ]
 
 

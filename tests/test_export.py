@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from betternorm.surgery import convert
+from betternorm.conversion.convert import convert
 from betternorm.weighing.alpha import set_alpha
 from betternorm.weighing.calibration import calibrate
 

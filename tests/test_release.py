@@ -166,7 +166,7 @@ def test_importing_brings_in_nothing_of_ours_that_is_not_needed(empty: Path) -> 
         "new = {name for name in set(sys.modules) - before if not name.startswith(('torch', 'betternorm'))}\n"
         "print(sorted(name for name in new if name.split('.')[0] not in sys.stdlib_module_names))\n"
         "print(sorted(name for name in sys.modules"
-        " if name.startswith(('betternorm.lab', 'betternorm.integrations.', 'betternorm.commands'))))\n"
+        " if name.startswith(('betternorm_lab', 'betternorm.integrations.', 'betternorm.cli'))))\n"
     )
     found = run(empty, "-W", "ignore", "-c", script)
     assert found.stdout == "[]\n['betternorm.integrations.checkpoints']\n", found.stderr  # it has betternorm.load

@@ -51,7 +51,7 @@ def test_reference_has_every_public_name_and_its_formulas(site: Path) -> None:
 
 
 def test_the_command_line_has_a_section_for_every_command(site: Path) -> None:
-    from betternorm.cli import COMMANDS
+    from betternorm.cli.main import COMMANDS
 
     page = (site / "command-line.html").read_text()
     for name in COMMANDS:

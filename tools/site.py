@@ -23,7 +23,7 @@ SOURCE = ROOT / "src" / "betternorm"
 
 # What is in the reference, in the order in which one meets it. Methods are listed for those with a * alone.
 SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
-    "Advice": {"advice": ("upgrade", "advise", "tune_ghost_size")},
+    "Advice": {"advice/recommend": ("upgrade", "advise", "tune_ghost_size")},
     "Inference example weighing": {
         "weighing/search": ("tune_alpha",),
         "weighing/result": ("AlphaSearch*",),
@@ -34,9 +34,14 @@ SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "Decay on gamma and beta": {"decay/groups": ("param_groups",), "decay/toward_one": ("decay_toward_one",)},
     "What a network has": {"decay/report": ("norm_report", "NormReport*", "NormLayer")},
-    "Swapping layers": {"surgery": ("convert", "revert", "changes")},
-    "Serving": {"folding": ("fold",), "integrations/checkpoints": ("load",)},
-    "Layers": {"layers": ("GroupedBatchNorm", "GhostBatchNorm", "BatchGroupNorm", "BatchRenorm")},
+    "Swapping layers": {"conversion/convert": ("convert", "revert", "changes")},
+    "Serving": {"conversion/fold": ("fold",), "integrations/checkpoints": ("load",)},
+    "Layers": {
+        "layers/grouped": ("GroupedBatchNorm",),
+        "layers/ghost": ("GhostBatchNorm",),
+        "layers/batch_group": ("BatchGroupNorm",),
+        "layers/renorm": ("BatchRenorm",),
+    },
     "On tensors": {
         "functional": ("grouped_batch_norm", "weighed_batch_norm"),
     },
@@ -129,7 +134,7 @@ def _links(text: str, folder: Path, docs: Path) -> str:
 
 
 def command_line() -> str:
-    from betternorm.cli import COMMANDS, command_parser
+    from betternorm.cli.main import COMMANDS, command_parser
 
     os.environ["COLUMNS"] = "100"
     parts = [

@@ -1,11 +1,10 @@
 """Four improvements to batch normalisation, on any PyTorch model."""
 
 from betternorm.advice import advise, tune_ghost_size, upgrade
+from betternorm.conversion import changes, convert, fold, revert
 from betternorm.decay import decay_toward_one, norm_report, param_groups
-from betternorm.folding import fold
 from betternorm.integrations.checkpoints import load
 from betternorm.layers import BatchGroupNorm, BatchRenorm, GhostBatchNorm, GroupedBatchNorm
-from betternorm.surgery import changes, convert, revert
 from betternorm.weighing import AlphaSearch, Metric, calibrate, compare_alpha, get_alpha, set_alpha, tune_alpha
 
 __version__ = "0.1.0"

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from betternorm.backends import plain
+from betternorm.conversion.convert import convert
 from betternorm.layers import GroupedBatchNorm
-from betternorm.surgery import convert
 from betternorm.weighing.alpha import set_alpha
 
 SHAPES = [(3, 6), (3, 6, 5), (3, 6, 5, 4), (2, 6, 3, 4, 5)]

@@ -23,8 +23,8 @@ from networks_to_inspect import (
 )
 from torch import Tensor, nn
 
+from betternorm.conversion.convert import convert
 from betternorm.decay.report import norm_report
-from betternorm.surgery import convert
 
 
 @pytest.fixture(autouse=True)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import betternorm
+from betternorm.conversion.convert import convert
 from betternorm.errors import UserError
 from betternorm.integrations.checkpoints import load_checkpoint, save_checkpoint
-from betternorm.surgery import convert
 from betternorm.weighing.alpha import get_alpha, set_alpha
 
 
@@ -183,7 +183,7 @@ def saved(values: Any) -> bytes:
 
 
 def test_networks_that_others_published_are_read(shared: Path) -> None:
-    from betternorm.lab.models.cifar_resnets import DEPTHS, CifarResNet
+    from betternorm_lab.models.cifar_resnets import DEPTHS, CifarResNet
 
     for depth in DEPTHS:
         path = shared / f"weights/cifar100_resnets/resnet{depth}_cifar100.pth"

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from weighing_networks import group_norm, small_network
 
+from betternorm.conversion.convert import convert
 from betternorm.layers import GhostBatchNorm
-from betternorm.surgery import convert
 from betternorm.weighing.alpha import get_alpha, set_alpha
 from betternorm.weighing.calibration import calibrate
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from weighing_networks import group_norm, small_network
 
+from betternorm.conversion.convert import convert
 from betternorm.layers import GroupedBatchNorm
-from betternorm.surgery import convert
 from betternorm.weighing.alpha import get_alpha
 from betternorm.weighing.calibration import calibrate
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from weighing_networks import batches, small_network
 
-from betternorm.surgery import convert
+from betternorm.conversion.convert import convert
 from betternorm.weighing.alpha import get_alpha, set_alpha
 from betternorm.weighing.comparison import compare_alpha
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from weighing_networks import batches, group_norm, small_network
 
-from betternorm.surgery import convert
+from betternorm.conversion.convert import convert
 from betternorm.weighing.alpha import get_alpha
 from betternorm.weighing.metrics import Metric
 from betternorm.weighing.result import AlphaSearch

@@ -6,7 +6,7 @@ import pytest
 from torch import Tensor, nn
 from weighing_networks import batches, distance, small_network, two_answers, two_targets
 
-from betternorm.surgery import convert
+from betternorm.conversion.convert import convert
 from betternorm.weighing.alpha import get_alpha
 from betternorm.weighing.metrics import Metric
 from betternorm.weighing.search import tune_alpha

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from weighing_networks import answer, batches, calling_answer, known, noisy, squared_error
 
+from betternorm.conversion.convert import convert
 from betternorm.errors import UncertainGainWarning
-from betternorm.surgery import convert
 from betternorm.weighing.alpha import get_alpha
 from betternorm.weighing.metrics import Metric
 from betternorm.weighing.search import tune_alpha
@@ -177,8 +177,9 @@ def cifar100_test(shared: Path, tmp_path: Path) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.slow
 def test_a_published_network_gets_better(shared: Path, cifar100_test: tuple[Tensor, Tensor]) -> None:
+    from betternorm_lab.models import CifarResNet
+
     from betternorm.integrations.checkpoints import load_checkpoint
-    from betternorm.lab.models import CifarResNet
 
     x, y = (part[::10] for part in cifar100_test)
     model = load_checkpoint(CifarResNet(8), shared / "weights/cifar100_resnets/resnet8_cifar100.pth").eval()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from weighing_networks import answer, batches, known, noisy, small_network, squared_error
 
-from betternorm.surgery import convert
+from betternorm.conversion.convert import convert
 from betternorm.weighing.alpha import set_alpha
 from betternorm.weighing.metrics import CALIBRATED, METRICS
 from betternorm.weighing.result import AlphaSearch

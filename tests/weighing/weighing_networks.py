@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from betternorm.surgery import convert
+from betternorm.conversion.convert import convert
 from betternorm.weighing.metrics import Metric
 
 

@@ -136,7 +136,7 @@ def load_checkpoint(model: M, path: str | Path, ema: bool = False) -> M:
     weights, note = _weights_for(model, Path(path), ema)
     alphas = [name.removesuffix(".alpha") for name in weights if name.endswith(".alpha")]
     if alphas:
-        from betternorm.surgery import convert
+        from betternorm.conversion.convert import convert
 
         model = convert(model, "weighed")
         _check_alphas(model, alphas, note, Path(path))

@@ -9,9 +9,9 @@ import torch
 from torch import nn, optim
 
 from betternorm.advice import upgrade
+from betternorm.conversion.convert import convert
 from betternorm.decay import param_groups
 from betternorm.integrations import torchvision as torchvision_support
-from betternorm.surgery import convert
 from betternorm.weighing.alpha import get_alpha, set_alpha, weighed_layers
 from betternorm.weighing.batches import Forward
 from betternorm.weighing.metrics import AnyMetric

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from betternorm.layers import GroupedBatchNorm, checked_alpha
+from betternorm.layers import GroupedBatchNorm
+from betternorm.layers.checks import checked_alpha
 
 
 def set_alpha(model: nn.Module, alpha: float | Mapping[str, float]) -> None:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from betternorm.conversion.convert import convert
 from betternorm.display.progress import Bar
 from betternorm.layers import GroupedBatchNorm
-from betternorm.surgery import convert
 from betternorm.weighing.alpha import weighed_layers
 from betternorm.weighing.batches import Forward, check_limit, device_of, evaluating, iterate, length_of, output_of
 

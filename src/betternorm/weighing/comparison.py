@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from betternorm.layers import checked_alpha
+from betternorm.layers.checks import checked_alpha
 from betternorm.weighing.alpha import alpha_as_trained, listed, tuned_layers
 from betternorm.weighing.batches import Forward, output_and_target
 from betternorm.weighing.evaluation import Evaluations

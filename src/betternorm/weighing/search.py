@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from betternorm.conversion.convert import convert
 from betternorm.errors import UncertainGainWarning
-from betternorm.layers import checked_alpha
-from betternorm.surgery import convert
+from betternorm.layers.checks import checked_alpha
 from betternorm.weighing.alpha import alpha_as_trained, tuned_layers, weighed_layers
 from betternorm.weighing.batches import Forward, check_limit, device_of, evaluating, iterate, output_and_target
 from betternorm.weighing.calibration import calibrate, has_no_averages

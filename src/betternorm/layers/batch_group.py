@@ -1,0 +1,66 @@
+"""Batch group normalization (section 3.4 of the paper)."""
+
+from __future__ import annotations
+
+import torch
+
+from betternorm.backends.distributed import ProcessGroup
+from betternorm.layers.checks import channels_in_group
+from betternorm.layers.grouped import GroupedBatchNorm
+
+
+class BatchGroupNorm(GroupedBatchNorm):
+    r"""Group normalisation that also looks across examples: for batches of two or three (section 3.4).
+
+    Statistics are taken over groups of channels, as in ``nn.GroupNorm``, and over ``examples_per_group`` examples. From
+    a batch size of about 4 on, :class:`GhostBatchNorm` is the better choice.
+
+    Not to be confused with the method of the same name of arXiv:2012.02782.
+
+    Args:
+        num_groups: groups of channels, as in ``nn.GroupNorm``; must divide ``num_channels``. More groups than
+            channels means one channel per group.
+        num_channels: C of an input (N, C, *).
+        examples_per_group: examples normalised together; None is the whole batch.
+        eps, momentum, affine, alpha, process_group: as in :class:`GroupedBatchNorm`.
+
+    Examples::
+
+        >>> layer = BatchGroupNorm(32, 64)
+        >>> layer(torch.randn(2, 64, 8, 8)).shape
+        torch.Size([2, 64, 8, 8])
+    """
+
+    def __init__(
+        self,
+        num_groups: int,
+        num_channels: int,
+        examples_per_group: int | None = 2,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        *,
+        alpha: float = 0.0,
+        process_group: ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            num_channels,
+            channels_in_group(num_groups, num_channels),
+            examples_per_group,
+            eps,
+            momentum,
+            affine,
+            alpha=alpha,
+            process_group=process_group,
+            device=device,
+            dtype=dtype,
+        )
+
+    @property
+    def num_groups(self) -> int:
+        return self.num_features // self.channels_per_group
+
+    def _repr_of_groups(self) -> str:
+        return f"{self.num_groups}, {self.num_features}, examples_per_group={self.examples_per_group}"

@@ -1,0 +1,383 @@
+"""`GroupedBatchNorm`, the layer that the others are or build on (sections 3.1, 3.2 and 3.4 of the paper)."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from betternorm import functional
+from betternorm.backends import plain, tracing
+from betternorm.backends.distributed import ProcessGroup
+from betternorm.layers.checks import check_group_size, checked_alpha, divisors_text
+
+# Functions of torch and of other libraries that put a layer of theirs in the place of a batch norm, or take it into the
+# convolution before it. They read its moving averages, and know nothing of alpha and groups.
+_REPLACERS = {
+    "convert_frozen_batchnorm": "detectron2's convert_frozen_batchnorm",
+    "convert_splitbn_model": "timm's convert_splitbn_model",
+    "convert_sync_batchnorm": "SyncBatchNorm.convert_sync_batchnorm",
+    "freeze_batch_norm_2d": "timm's freeze_batch_norm_2d",
+    "fuse_conv_and_bn": "fuse_conv_and_bn",
+    "fuse_conv_bn_eval": "torch's fuse_conv_bn_eval",
+    "fuse_linear_bn_eval": "torch's fuse_linear_bn_eval",
+}
+# What these make trains in another way, whatever the alpha.
+_REPLACERS_FOR_TRAINING = {
+    "convert_sync_batchnorm": 'for statistics across processes call convert(model, ..., process_group="world")',
+    "convert_splitbn_model": "split the original layers, before converting the rest",
+}
+
+
+class GroupedBatchNorm(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
+    r"""Batch normalisation with statistics over groups of channels and groups of examples.
+
+    .. math::
+        y = \gamma \frac{x - \mu_g}{\sqrt{\sigma_g^2 + \epsilon}} + \beta
+
+    In training :math:`\mu_g` and :math:`\sigma_g^2` are the mean and the (biased) variance over a group:
+    ``examples_per_group`` consecutive examples, ``channels_per_group`` consecutive channels, and space. The corners are
+    well-known layers:
+
+    ==================  ====================  ===================  =====================================
+    channels_per_group  examples_per_group    in training          name
+    ==================  ====================  ===================  =====================================
+    1                   None (all)            Batch Norm           ``nn.BatchNorm2d``
+    1                   16                    Ghost Batch Norm     :class:`GhostBatchNorm`
+    C / 32              2                     Batch Group Norm     :class:`BatchGroupNorm`
+    C / 32              1                     Group Norm           ``nn.GroupNorm(32, C)``
+    1                   1                     Instance Norm        ``nn.InstanceNorm2d``
+    ==================  ====================  ===================  =====================================
+
+    At inference the statistics are those of the moving averages and, with weight :attr:`alpha`, of the example itself
+    (see :func:`betternorm.functional.weighed_batch_norm`). They never depend on the other examples of the batch.
+    ``alpha=0`` is ``nn.BatchNorm2d`` to the bit; ``alpha=1`` uses the example alone.
+
+    A batch that ``examples_per_group`` does not divide falls into groups whose sizes differ by at most one: 33 examples
+    with a size of 32 are 17 and 16. A smaller batch is one group.
+
+    The moving averages are those of x and x² over the whole batch, whatever the groups, one update per step. They are
+    kept as ``running_mean`` and ``running_var``. Unlike torch's, the variance that enters is the biased one, and takes
+    up how far the batch's mean was from the moving one. A forward pass inside a backward pass is taken for activation
+    checkpointing, which repeats a batch, and leaves the averages alone.
+
+    The layer takes inputs of any rank, and so is a BatchNorm1d, 2d and 3d to whoever asks with ``isinstance``.
+
+    Args:
+        num_features: C of an input (N, C, *).
+        channels_per_group: must divide ``num_features``.
+        examples_per_group: None is the whole batch.
+        eps: added to the variance.
+        momentum: weight of the newest batch in the moving averages; None is the cumulative average.
+        affine: whether there are learnable gamma (``weight``) and beta (``bias``).
+        alpha: weight of the example's own statistics at inference, 0 to 1. It is kept in the ``state_dict``, under one
+            key more, where it is not 0.
+        process_group: a ``torch.distributed`` group whose processes' batches are normalised as one batch; ``"world"``
+            for all processes. Without it statistics are per process.
+
+    Shape:
+        - Input: (N, C), (N, C, L), (N, C, H, W), (N, C, D, H, W): any rank from 2 on
+        - Output: as the input, in its dtype and memory format
+
+    Examples::
+
+        >>> layer = GroupedBatchNorm(64, channels_per_group=2, examples_per_group=4)
+        >>> layer(torch.randn(32, 64, 8, 8)).shape
+        torch.Size([32, 64, 8, 8])
+        >>> layer.eval().alpha = 0.1
+        >>> layer(torch.randn(1, 64, 8, 8)).shape
+        torch.Size([1, 64, 8, 8])
+    """
+
+    running_var: Tensor
+    num_batches_tracked: Tensor
+    channels_per_group: int
+    examples_per_group: int | None
+    process_group: ProcessGroup | None
+    # Of a converted layer: the ranks of input that the original takes (None is any), the one that it takes for an
+    # example without a batch, and those of its children that run after the normalisation.
+    _ranks: tuple[int, ...] | None = None
+    _unbatched_rank: int | None = None
+    _then: tuple[str, ...] = ()
+    # What a checkpoint without an alpha means. A layer that was made to be Group Norm stays at 1 when it is given the
+    # weights of BatchNorm; its own checkpoints then have the key at 0 too.
+    _alpha_if_absent: float = 0.0
+
+    def __init__(
+        self,
+        num_features: int,
+        channels_per_group: int = 1,
+        examples_per_group: int | None = None,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        *,
+        alpha: float = 0.0,
+        process_group: ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, True, device=device, dtype=dtype)
+        self._set_groups(channels_per_group, examples_per_group)
+        self.process_group = process_group
+        self.alpha = alpha
+
+    def _set_groups(self, channels_per_group: int, examples_per_group: int | None) -> None:
+        check_group_size("channels_per_group", channels_per_group)
+        if examples_per_group is not None:
+            check_group_size("examples_per_group", examples_per_group, " or None for the whole batch")
+        if self.num_features % channels_per_group:
+            raise ValueError(
+                f"channels_per_group={channels_per_group} does not divide the {self.num_features} channels; "
+                f"{divisors_text(self.num_features)} would"
+            )
+        self.channels_per_group, self.examples_per_group = channels_per_group, examples_per_group
+
+    @property
+    def alpha(self) -> float:
+        """The weight of the example's own statistics at inference."""
+        # To six digits, which is what float32 holds: 0.1 is 0.1.
+        return 0.0 if self._alpha is None else float(f"{self._alpha.item():.6g}")
+
+    @alpha.setter
+    def alpha(self, value: float) -> None:
+        value, held = checked_alpha(value), self._alpha
+        if value == 0:
+            self._alpha = None
+        elif held is not None and held.device == self._device():
+            held.fill_(value)
+        else:
+            with torch.inference_mode(False):  # a tensor made inside could not be changed outside
+                self._alpha = torch.tensor(value, dtype=torch.float32, device=self._device())
+
+    @property
+    def _alpha(self) -> Tensor | None:
+        """Alpha as a tensor, None for 0: a compiled model is compiled once for 0 and once for all other values."""
+        return self._buffers.get("alpha")
+
+    @_alpha.setter
+    def _alpha(self, value: Tensor | None) -> None:
+        # A buffer, so that torch moves, copies, saves and swaps it. For 0 an empty one that is not saved stands in its
+        # place: tools that pair the buffers of two networks by position, as AveragedModel does, find as many in both.
+        self._buffers.pop("alpha" if value is None else "_no_alpha", None)
+        if value is None:
+            self._buffers["_no_alpha"] = torch.empty(0, device=self._device())
+            self._non_persistent_buffers_set.add("_no_alpha")
+        else:
+            self._buffers["alpha"] = value
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if "_alpha" in self._buffers:  # pickled by version 0.1
+            self._alpha, self._then = self._buffers.pop("_alpha"), tuple(self._modules)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "alpha":
+            object.__setattr__(self, name, value)  # a number, which torch would refuse for a buffer
+        else:
+            super().__setattr__(name, value)
+
+    @property
+    def running_mean(self) -> Tensor:  # type: ignore[override]
+        """The moving average of the mean. Those who read it to replace the layer by one that does less are stopped."""
+        if not torch.compiler.is_compiling():
+            caller = sys._getframe(1).f_code.co_name
+            if caller in _REPLACERS:
+                self._refuse_loss(caller)
+        try:
+            return self._buffers["running_mean"]  # type: ignore[return-value]  # None as in torch's, where nobody tracks
+        except KeyError:
+            raise AttributeError(f"{type(self).__name__} has no attribute 'running_mean'") from None
+
+    def _refuse_loss(self, caller: str) -> None:
+        """Raise unless what ``caller`` makes of this layer computes the same."""
+        lost = {
+            f"alpha={self.alpha}": self.alpha != 0,
+            f"channels_per_group={self.channels_per_group}": self.channels_per_group != 1,
+            "what runs after it ({})".format(", ".join(self._then)): self._then != (),
+            "inputs that are not images": "freeze" in caller and self._ranks is not None and 4 not in self._ranks,
+        }
+        dropped = ", ".join(name for name, is_lost in lost.items() if is_lost)
+        if not dropped and caller not in _REPLACERS_FOR_TRAINING:
+            return
+        instead = "call betternorm.revert(model) first, or leave the layer as it is"
+        if caller.startswith("fuse"):
+            instead = "betternorm.fold(model) folds the layers for which that is exact"
+        raise RuntimeError(
+            f"{_REPLACERS[caller]} would replace {type(self).__name__} and drop {dropped or 'its groups and alpha'}; "
+            + _REPLACERS_FOR_TRAINING.get(caller, instead)
+        )
+
+    def _device(self) -> torch.device | None:
+        tensors = (*self._buffers.values(), *self._parameters.values())
+        return next((t.device for t in tensors if t is not None), None)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if isinstance(input, torch.fx.Proxy):  # whole in a graph, as torch's own layers are
+            tracer = input.tracer
+            return tracer.create_proxy("call_module", tracer.path_of_module(self), (input,), {})
+        if input.dim() == self._unbatched_rank:
+            return self.forward(input.unsqueeze(0)).squeeze(0)
+        self._check_input(input)
+        buffers = self._buffers
+        running_mean, running_var = buffers.get("running_mean"), buffers.get("running_var")
+        if self.training or running_mean is None or running_var is None:
+            self._check_group_has_values(input)
+            output = self._normalise_batch(input, self._weight_of_batch())
+        else:
+            output = functional.weighed_batch_norm(
+                input,
+                running_mean,
+                running_var,
+                self.weight,
+                self.bias,
+                self._alpha,
+                self.channels_per_group,
+                self.eps,
+            )
+        for name in self._then:
+            output = getattr(self, name)(output)
+        return output
+
+    def _normalise_batch(self, input: Tensor, momentum: float | None) -> Tensor:
+        """The output in training; counts the batch and moves the averages by ``momentum`` toward it, where given."""
+        return functional.grouped_batch_norm(
+            input,
+            self.weight,
+            self.bias,
+            self.channels_per_group,
+            self.examples_per_group,
+            self.eps,
+            self._processes(),
+            *self._averages(momentum),
+        )[0]
+
+    def _averages(self, momentum: float | None) -> tuple[Any, ...]:
+        if momentum is None:
+            return ()
+        buffers = self._buffers
+        return buffers["running_mean"], buffers["running_var"], momentum, buffers.get("num_batches_tracked")
+
+    def _track(self, mean: Tensor, var: Tensor, momentum: float | None) -> None:
+        """Count the batch and move the averages; for subclasses that have its statistics from elsewhere."""
+        if momentum is not None:
+            plain.track(mean, var, *self._averages(momentum))
+
+    def _weight_of_batch(self) -> float | None:
+        """The weight of this batch in the moving averages; None where they stay, or the batch was counted before."""
+        tracks = self.training and self.track_running_stats and self._buffers.get("running_mean") is not None
+        if not tracks or runs_again_for_backward():
+            return None
+        if self.momentum is not None:
+            return self.momentum
+        # Without a count torch's layer leaves the cumulative average where it is.
+        return 0.0 if self.num_batches_tracked is None else 1.0 / (float(self.num_batches_tracked) + 1)
+
+    def _processes(self) -> ProcessGroup | None:
+        """The group whose processes have the batch in common; None where there is but one."""
+        group = self.process_group
+        if group == "world":
+            ready = torch.distributed.is_available() and torch.distributed.is_initialized()
+            group = torch.distributed.group.WORLD if ready else None
+        return None if group is None or torch.distributed.get_world_size(group) == 1 else group
+
+    def _check_input(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected an input (N, C, *) of rank 2 or more, got shape {tuple(input.shape)}")
+        if self._ranks is not None and input.dim() not in self._ranks:
+            expected = " or ".join(f"{rank}D" for rank in self._ranks)
+            raise ValueError(f"expected {expected} input (got {input.dim()}D input)")
+        if not tracing() and input.shape[1] != self.num_features:  # sizes in a trace are tensors
+            raise ValueError(
+                f"expected {self.num_features} channels in dimension 1 (num_features={self.num_features}), "
+                f"got {input.shape[1]} in an input of shape {tuple(input.shape)}"
+            )
+        if not input.is_floating_point():
+            raise TypeError(f"expected a floating-point input, got {input.dtype}; convert it with input.float()")
+
+    def _check_group_has_values(self, input: Tensor) -> None:
+        if input.numel() > input.shape[0] * self.num_features:
+            return  # two values or more of each example
+        if self._processes() is not None:
+            return  # the batch is larger than what this process sees
+        if input.numel() == 0:
+            raise ValueError(
+                f"an empty batch has no statistics to train on, got an input of shape {tuple(input.shape)}; "
+                "skip it, or call eval()"
+            )
+        smallest = input.shape[0] // functional.number_of_groups(input.shape[0], self.examples_per_group)
+        if smallest * self.channels_per_group * math.prod(input.shape[2:]) == 1:
+            raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.size()}")
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        self._check_input(input)
+
+    def __prepare_scriptable__(self) -> Any:
+        raise RuntimeError(
+            f"torch.jit.script cannot compile {type(self).__name__}, whose forward pass is not TorchScript; "
+            "torch.jit.trace(model.eval(), example), torch.export and torch.compile take it"
+        )
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._alpha is None and self._alpha_if_absent != 0:
+            destination[prefix + "alpha"] = torch.zeros((), device=self._device())
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        key = prefix + "alpha"
+        saved = state_dict.pop(key, None)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        if key in missing_keys:
+            missing_keys.remove(key)
+        # A checkpoint without moving averages is one of Group or Instance Norm, which know nothing of alpha.
+        # Last, because loading with assign=True may have moved the layer to another device.
+        if saved is not None or prefix + "running_mean" in state_dict:
+            try:
+                self.alpha = self._alpha_if_absent if saved is None else float(saved)
+            except ValueError as error:
+                error_msgs.append(f"{key}: {error}")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        alpha = self._alpha
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if alpha is not None and not alpha.is_meta:
+            # It moves with the layer but keeps its type: in half precision 0.1 would become another number.
+            self._alpha = alpha.to(self._buffers["alpha"].device)  # type: ignore[union-attr]
+        return self
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self._repr_of_groups()}, eps={self.eps}, momentum={self.momentum}, affine={self.weight is not None}"
+            + (f", alpha={self.alpha}" if self._alpha is not None and not self._alpha.is_meta else "")
+            + (", process_group=..." if self.process_group is not None else "")
+        )
+
+    def _repr_of_groups(self) -> str:
+        return (
+            f"{self.num_features}, channels_per_group={self.channels_per_group}, "
+            f"examples_per_group={self.examples_per_group}"
+        )
+
+
+def runs_again_for_backward() -> bool:
+    """Whether activation checkpointing repeats this forward pass: its batch has been counted already.
+
+    A forward pass inside a backward pass is taken for that. An autograd function of the user's own that runs other data
+    through the layer in its backward pass is not counted either; the docs say so. A compiled graph cannot ask.
+    """
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
