@@ -4,9 +4,7 @@ from betternorm.cli.main import Command
 
 EXTRA = "lab"
 COMMANDS = {
-    "demo": Command(
-        "betternorm_lab.cli.demo", "train small models with each technique, and compare", EXTRA
-    ),
+    "demo": Command("betternorm_lab.cli.demo", "train small models with each technique, and compare", EXTRA),
     "train": Command(
         "betternorm_lab.cli.train", "train a model with any norm layer, and tune alpha", EXTRA, resumes=True
     ),
