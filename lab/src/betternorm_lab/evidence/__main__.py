@@ -1,4 +1,4 @@
-"""``python -m betternorm_lab.evidence NAME``: run an experiment of Round 3; started again, it goes on where it stopped."""
+"""``python -m betternorm_lab.evidence NAME`` runs an experiment of Round 3; started again, it resumes."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from pathlib import Path
 
 import torch
 
-from betternorm_lab.evidence import imagenet_alpha
-from betternorm_lab.evidence.runs import Places, require_committed
+from betternorm_lab.evidence import imagenet_alpha, small_batches
+from betternorm_lab.evidence.runs import Places, require_committed, write_selection
 
-EXPERIMENTS = {imagenet_alpha.NAME: imagenet_alpha}
+EXPERIMENTS = {imagenet_alpha.NAME: imagenet_alpha, small_batches.NAME: small_batches}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m betternorm_lab.evidence", description=__doc__)
     parser.add_argument("name", choices=list(EXPERIMENTS))
+    parser.add_argument("--select", action="store_true", help="try the candidates on validation data, with seed 0")
     parser.add_argument("--data", type=Path, default=Path("data"), help="folder of the datasets, NAME.npz")
     parser.add_argument("--weights", type=Path, default=Path("weights"), help="folder of pretrained weights")
     parser.add_argument("--work", type=Path, default=Path("runs/evidence"), help="unfinished and large files")
@@ -25,7 +26,11 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     places = Places(arguments.data, arguments.weights, arguments.work, arguments.out)
     require_committed()
-    EXPERIMENTS[arguments.name].compute(places)
+    experiment = EXPERIMENTS[arguments.name]
+    if arguments.select:
+        write_selection(places, arguments.name, experiment.select(places))
+    else:
+        experiment.compute(places)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""Where the runs of Round 3 read and write, and the rule that nothing reads a test set before its protocol is committed."""
+"""Where the runs of Round 3 read and write, and the rule that a protocol is committed before a test set is read."""
 
 from __future__ import annotations
 
+import csv
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from betternorm.errors import UserError
 from betternorm_lab.trials import code_version
@@ -36,3 +38,13 @@ def committed_text(commit: str, path: str) -> str:
         ["git", "show", f"{commit}:{path}"], cwd=top.stdout.strip(), capture_output=True, text=True, check=True
     )
     return shown.stdout
+
+
+def write_selection(places: Places, name: str, table: list[dict[str, Any]]) -> None:
+    """The validation results that hyperparameters are chosen from."""
+    path = places.out / "selection" / f"{name}.csv"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, list(table[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(table)
