@@ -26,3 +26,13 @@ def test_micro_batch_norm_equals_torch_on_one_micro_batch_after_another(size):
     torch.testing.assert_close(ours.running_var, torchs.running_var)
     z = torch.randn(3, 6, 5, 5)
     torch.testing.assert_close(ours.eval()(z), torchs.eval()(z))
+
+
+def test_averages_tracked_in_the_last_epoch_alone_are_those_of_all_steps():
+    torch.manual_seed(0)
+    late, always = MicroBatchNorm(4, 16, track_from=10), MicroBatchNorm(4, 16)
+    for _ in range(10 + 78):
+        x = torch.randn(128, 4, 2, 2)
+        late(x), always(x)
+    torch.testing.assert_close(late.running_mean, always.running_mean)
+    torch.testing.assert_close(late.running_var, always.running_var)

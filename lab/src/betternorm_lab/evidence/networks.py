@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,10 @@ from betternorm_lab.training.evaluation import TEMPERATURES
 from betternorm_lab.training.session import Session
 from betternorm_lab.trials import Runtime
 
+TRAINING_IMAGES = 10_000
 BASE = Config(
     dataset="cifar100",
-    train_examples=10_000,
+    train_examples=TRAINING_IMAGES,
     network="post_resnet",
     width=32,
     blocks=(1, 1, 1),
@@ -36,6 +37,8 @@ BASE = Config(
 )
 EVALUATION_BATCH = 250
 
+Batches = list[tuple[Tensor, Tensor]]
+
 
 @dataclass
 class Trained:
@@ -47,18 +50,20 @@ class Trained:
     train_top1: float
     precision: Any  # the autocast that it was trained with
 
-    def logits(self, split: Split, corruption: Any = None) -> tuple[Tensor, Tensor]:
-        """Of all images of a split, in its order, and the labels."""
-        parts, labels = [], []
-        with torch.inference_mode(), self.precision():
-            for images, some in Loader(self.data, split, EVALUATION_BATCH):
-                changed = images if corruption is None else corruption(images)
-                parts.append(self.model(changed.contiguous(memory_format=torch.channels_last)).float())
-                labels.append(some)
-        return torch.cat(parts), torch.cat(labels)
+    def batches(self, split: Split, corruption: Any = None) -> Batches:
+        """All images of a split, in its order and normalized, in memory."""
+        return [
+            (
+                (images if corruption is None else corruption(images)).contiguous(memory_format=torch.channels_last),
+                labels,
+            )
+            for images, labels in Loader(self.data, split, EVALUATION_BATCH)
+        ]
 
-    def images(self, split: Split) -> Iterable[Tensor]:
-        return [images for images, _ in Loader(self.data, split, EVALUATION_BATCH)]
+    def logits(self, batches: Batches) -> tuple[Tensor, Tensor]:
+        with torch.inference_mode(), self.precision():
+            parts = [(self.model(images).float(), labels) for images, labels in batches]
+        return torch.cat([part for part, _ in parts]), torch.cat([labels for _, labels in parts])
 
 
 def trained(config: Config, work: Path, data_root: Path, session: type[Session] = Session) -> Trained:
@@ -109,11 +114,11 @@ class Choice:
     table: dict[float, float]  # validation top-1 by alpha, %
 
 
-def choose_alpha(network: Trained, split: Split, alphas: Sequence[float]) -> Choice:
+def choose_alpha(network: Trained, validation: Batches, alphas: Sequence[float]) -> Choice:
     table, temperatures = {}, {}
     for alpha in alphas:
         betternorm.set_alpha(network.model, alpha)
-        logits, labels = network.logits(split)
+        logits, labels = network.logits(validation)
         table[alpha] = 100 * float(top1(logits, labels).mean())
         temperatures[alpha] = best_temperature(logits, labels)
     betternorm.set_alpha(network.model, 0.0)

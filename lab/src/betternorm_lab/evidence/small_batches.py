@@ -19,7 +19,8 @@ from betternorm.weighing.shifts import corruptions
 from betternorm_lab.evidence import chosen
 from betternorm_lab.evidence.networks import (
     BASE,
-    Choice,
+    TRAINING_IMAGES,
+    Batches,
     Trained,
     best_temperature,
     choose_alpha,
@@ -36,6 +37,7 @@ from betternorm_lab.training import Config
 NAME = "small-batches"
 SIZES = (2, 8, 16, 4)  # those of the primary claims first
 RATES = (0.1, 0.3)
+EPOCHS = 12
 SEEDS = (0, 1, 2, 3, 4)
 ALPHAS = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
 VALIDATION, CALIBRATION, CORRUPTED = 5_000, 2_000, 5_000  # images
@@ -48,11 +50,16 @@ class MicroBatchNorm(betternorm.GhostBatchNorm):
     """Batch norm trained on micro-batches whose gradients are accumulated, computed in one pass.
 
     Normalization of a micro-batch is that of a ghost batch. Moving averages are those of ``nn.BatchNorm2d`` after the
-    same micro-batches in sequence: each moves them by ``momentum`` toward its mean and its unbiased variance.
+    same micro-batches in sequence: each moves them by ``momentum`` toward its mean and its unbiased variance. They do
+    not affect training and forget exponentially, so the steps before ``track_from`` need not be exact.
     """
 
+    def __init__(self, num_features: int, size: int, track_from: int = 0) -> None:
+        super().__init__(num_features, size)
+        self.track_from = track_from
+
     def forward(self, input: Tensor) -> Tensor:
-        if not self.training:
+        if not self.training or int(self.num_batches_tracked) < self.track_from:
             return super().forward(input)
         mean, var = self.running_mean.clone(), self.running_var.clone()
         output = super().forward(input)
@@ -71,18 +78,20 @@ class MicroBatchNorm(betternorm.GhostBatchNorm):
         return output
 
 
-def micro_batches(model: nn.Module, *, size: int) -> nn.Module:
+def micro_batches(model: nn.Module, *, size: int, track_from: int) -> nn.Module:
     """Replace the batch norm layers of a new model."""
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             if isinstance(child, nn.BatchNorm2d):
-                setattr(parent, name, MicroBatchNorm(child.num_features, size))
+                setattr(parent, name, MicroBatchNorm(child.num_features, size, track_from))
     return model
 
 
 def config(size: int, rate: float) -> Config:
     norm = f"{__name__}:micro_batches"
-    return replace(BASE, norm=norm, norm_options={"size": size}, learning_rate=rate)
+    last_epoch = (EPOCHS - 1) * (TRAINING_IMAGES // BASE.batch_size)  # what was before weighs less than 1e-28
+    options = {"size": size, "track_from": last_epoch}
+    return replace(BASE, norm=norm, norm_options=options, learning_rate=rate, epochs=EPOCHS)
 
 
 def select(places: Places) -> list[dict[str, Any]]:
@@ -123,55 +132,68 @@ def compute(places: Places) -> None:
 
 def read(network: Trained) -> tuple[dict[str, Any], dict[str, Array]]:
     """The four readings on clean and on corrupted test images."""
-    assert network.data.test is not None
-    test, validation = network.data.test, first(network.data.validation, VALIDATION)
-    shifts = corruptions([f"{kind}:{STRENGTH}" for kind in KINDS], network.data.facts.mean, network.data.facts.std)
-    models: dict[str, tuple[nn.Module, Choice]] = {
-        "": (deepcopy(network.model), choose_alpha(network, validation, ALPHAS))
-    }
+    validation = network.batches(first(network.data.validation, VALIDATION))
+    plain = Trained(**vars(network) | {"model": deepcopy(network.model)})
     passes = calibrate(network)
-    models["calibrate"] = (deepcopy(network.model), choose_alpha(network, validation, ALPHAS))
+    choices = {"alpha": choose_alpha(plain, validation, ALPHAS)}
+    choices["calibrate and alpha"] = choose_alpha(network, validation, ALPHAS)
+    readings = {
+        "as trained": (plain, 0.0),
+        "alpha": (plain, choices["alpha"].alpha),
+        "calibrate": (network, 0.0),
+        "calibrate and alpha": (network, choices["calibrate and alpha"].alpha),
+    }
     arrays: dict[str, Array] = {}
     means: dict[str, float] = {}
     losses: dict[str, dict[str, float]] = {}
-    for prefix, (model, choice) in models.items():
-        network.model = model
-        for alpha, reading in (
-            (0.0, prefix or "as trained"),
-            (choice.alpha, "calibrate and alpha" if prefix else "alpha"),
-        ):
-            betternorm.set_alpha(model, alpha)
-            temperature = best_temperature(*network.logits(validation))
-            logits, labels = network.logits(test)
+    for name, batches in test_sets(network).items():
+        for reading, (model, alpha) in readings.items():
+            betternorm.set_alpha(model.model, alpha)
+            logits, labels = model.logits(batches)
             correct = top1(logits, labels)
-            means[reading] = 100 * float(correct.mean())
-            losses[reading] = {
-                "cross_entropy": cross_entropy(logits, labels),
-                "calibrated": cross_entropy(logits, labels, temperature),
-            }
-            arrays[f"clean/{reading}"] = pack(correct)
-            for kind, shift in zip(KINDS, shifts.values(), strict=True):
-                correct = top1(*network.logits(first(test, CORRUPTED), shift))
-                arrays[f"{kind}/{reading}"] = pack(correct)
+            arrays[f"{name}/{reading}"] = pack(correct)
+            if name == "clean":
+                means[reading] = 100 * float(correct.mean())
+                temperature = best_temperature(*model.logits(validation))
+                losses[reading] = {
+                    "cross_entropy": cross_entropy(logits, labels),
+                    "calibrated": cross_entropy(logits, labels, temperature),
+                }
     meta = {
         "learning_rate": network.config.learning_rate,
         "train_top1": 100 * network.train_top1,
-        "alpha": {"alpha": models[""][1].alpha, "calibrate and alpha": models["calibrate"][1].alpha},
-        "validation": {name or "as trained": list(choice.table.items()) for name, (_, choice) in models.items()},
+        "alpha": {name: choice.alpha for name, choice in choices.items()},
+        "validation": {name: list(choice.table.items()) for name, choice in choices.items()},
         "passes": passes,
         "top1": means,
         "losses": losses,
-        "images": {"clean": len(test), "corrupted": CORRUPTED},
+        "images": {"clean": sum(len(labels) for _, labels in test_sets(network)["clean"]), "corrupted": CORRUPTED},
         "key": network.config.key,
     }
     return meta, arrays
 
 
+_TEST_SETS: dict[str, Batches] = {}  # the same for every model; corrupting takes as long as evaluating
+
+
+def test_sets(network: Trained) -> dict[str, Batches]:
+    if not _TEST_SETS:
+        test = network.data.test
+        assert test is not None
+        facts = network.data.facts
+        _TEST_SETS["clean"] = network.batches(test)
+        for kind in KINDS:
+            (shift,) = corruptions([f"{kind}:{STRENGTH}"], facts.mean, facts.std).values()
+            _TEST_SETS[kind] = network.batches(first(test, CORRUPTED), shift)
+    return _TEST_SETS
+
+
 def calibrate(network: Trained) -> int:
     """On training images without augmentation, in float32."""
-    images = network.images(first(network.data.train, CALIBRATION))
+    images = [images for images, _ in network.batches(first(network.data.train, CALIBRATION))]
     return betternorm.calibrate(network.model, images, progress=False)
 
 
 def validation_top1(network: Trained) -> float:
-    return 100 * float(top1(*network.logits(first(network.data.validation, VALIDATION))).mean())
+    validation = network.batches(first(network.data.validation, VALIDATION))
+    return 100 * float(top1(*network.logits(validation)).mean())
