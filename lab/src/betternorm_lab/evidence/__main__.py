@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from betternorm_lab.evidence import imagenet_alpha, small_batches
+from betternorm_lab.evidence import all_four, imagenet_alpha, small_batches
 from betternorm_lab.evidence.runs import Places, require_committed, write_selection
 
-EXPERIMENTS = {imagenet_alpha.NAME: imagenet_alpha, small_batches.NAME: small_batches}
+EXPERIMENTS = {module.NAME: module for module in (imagenet_alpha, small_batches, all_four)}
 
 
 def main() -> None:

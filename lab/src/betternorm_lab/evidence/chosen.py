@@ -15,6 +15,9 @@ V = TypeVar("V")
 # Learning rate by the number of examples that batch norm takes its statistics over.
 SMALL_BATCHES: dict[int, float] = {}
 
+# Strength of decay on gamma and beta, relative to the weights' own, with ghosts of 8.
+ALL_FOUR: dict[str, int] = {}
+
 
 def of(settings: dict[K, V], name: K) -> V:
     if name not in settings:
