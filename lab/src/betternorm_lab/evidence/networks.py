@@ -20,10 +20,9 @@ from betternorm_lab.training.evaluation import TEMPERATURES
 from betternorm_lab.training.session import Session
 from betternorm_lab.trials import Runtime
 
-TRAINING_IMAGES = 10_000
 BASE = Config(
     dataset="cifar100",
-    train_examples=TRAINING_IMAGES,
+    train_examples=10_000,
     network="post_resnet",
     width=32,
     blocks=(1, 1, 1),

@@ -19,7 +19,6 @@ from betternorm.weighing.shifts import corruptions
 from betternorm_lab.evidence import chosen
 from betternorm_lab.evidence.networks import (
     BASE,
-    TRAINING_IMAGES,
     Batches,
     Trained,
     best_temperature,
@@ -35,9 +34,10 @@ from betternorm_lab.evidence.runs import Places, require_committed
 from betternorm_lab.training import Config
 
 NAME = "small-batches"
-SIZES = (2, 8, 16, 4)  # those of the primary claims first
+SIZES = (2, 8, 16)  # those of the primary claims; then 4, as time allows
 RATES = (0.1, 0.3)
-EPOCHS = 12
+EPOCHS = 3
+TRAINING_IMAGES = 40_000
 SEEDS = (0, 1, 2, 3, 4)
 ALPHAS = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
 VALIDATION, CALIBRATION, CORRUPTED = 5_000, 2_000, 5_000  # images
@@ -89,9 +89,10 @@ def micro_batches(model: nn.Module, *, size: int, track_from: int) -> nn.Module:
 
 def config(size: int, rate: float) -> Config:
     norm = f"{__name__}:micro_batches"
-    last_epoch = (EPOCHS - 1) * (TRAINING_IMAGES // BASE.batch_size)  # what was before weighs less than 1e-28
+    last_epoch = (EPOCHS - 1) * (TRAINING_IMAGES // BASE.batch_size)  # what was before weighs less than 1e-100
     options = {"size": size, "track_from": last_epoch}
-    return replace(BASE, norm=norm, norm_options=options, learning_rate=rate, epochs=EPOCHS)
+    base = replace(BASE, dataset="cifar10", train_examples=None, epochs=EPOCHS)
+    return replace(base, norm=norm, norm_options=options, learning_rate=rate)
 
 
 def select(places: Places) -> list[dict[str, Any]]:
