@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from betternorm.conversion.convert import EXAMPLES_PER_GROUP, GHOST_SIZE, GROUPS, convert, is_frozen
+from betternorm import third_party
+from betternorm.conversion.convert import EXAMPLES_PER_GROUP, GHOST_SIZE, GROUPS, convert
 from betternorm.decay.norms import norm_layers
 from betternorm.decay.report import NormReport
 from betternorm.display.progress import Bar
@@ -123,7 +124,7 @@ def upgrade(
     """
     layers = norm_layers(model)
     if not layers:
-        if any(is_frozen(module) for module in model.modules()):
+        if any(third_party.is_frozen(module) for module in model.modules()):
             raise ValueError(
                 f"the norm layers of {type(model).__name__} are frozen (FrozenBatchNorm2d), so training has no norm to "
                 "choose; convert(model, 'weighed') gives them an alpha, and a model built with "
