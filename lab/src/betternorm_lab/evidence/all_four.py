@@ -230,8 +230,8 @@ verdicts are on the [index](index.md).
 Ghosts of 8 at learning rate 0.3, batch norm at 0.1: the medium scale's choices for the same data. *All four* at this
 batch size are ghosts of 8, decay on gamma and beta (strength chosen of 1, 4 and 8 times the weights' on validation
 data, [candidates](selection/all-four.csv)), and alpha, chosen for top-1 on 5,000 validation images; the paper adds
-groups of channels below 4 examples per batch. A residual network of 0.31 million parameters, 20 epochs: half the medium scale's
-length, so networks overfit less and regularization has less to gain than there.
+groups of channels below 4 examples per batch. A residual network of 0.31 million parameters, 20 epochs: half
+the medium scale's length, so networks overfit less and regularization has less to gain than there.
 
 ## Run it
 
