@@ -114,7 +114,8 @@ def model_with(places: Places, mixing: str, alpha: float) -> nn.Module:
     if mixing != "linear":
         betternorm.convert(model, "weighed")
         betternorm.set_alpha(model, alpha)
-    return model.eval().to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # in none of its types
+    model.eval().to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # in none of its types
+    return model
 
 
 def evaluate(model: nn.Module, pixels: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

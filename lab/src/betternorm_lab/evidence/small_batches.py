@@ -196,6 +196,8 @@ def test_sets(network: Trained) -> dict[str, Batches]:
         test = network.data.test
         assert test is not None
         facts = network.data.facts
+        assert facts.mean is not None
+        assert facts.std is not None
         _TEST_SETS["clean"] = network.batches(test)
         for kind in KINDS:
             (shift,) = corruptions([f"{kind}:{STRENGTH}"], facts.mean, facts.std).values()
@@ -238,7 +240,7 @@ def finished(places: Places) -> Runs:
 def correct(runs: Runs, size: int, name: str, reading: str) -> Array:
     """(seeds, images), in percent. ``name`` is "clean", a corruption, or "corrupted" for the mean of all."""
     if name == "corrupted":
-        return np.mean([correct(runs, size, kind, reading) for kind in KINDS], 0)
+        return sum((correct(runs, size, kind, reading) for kind in KINDS), np.zeros(())) / len(KINDS)
     rows = runs[size]
     images = rows[0][0]["images"]["clean" if name == "clean" else "corrupted"]
     return 100.0 * np.stack([unpack(arrays[f"{name}/{reading}"], images) for _, arrays in rows])
