@@ -1,7 +1,9 @@
-"""Which norm layer suits a batch size, changing a model to it, and what is wrong with a trained one."""
+"""Recommending norm layers, applying the recommendation, and diagnosing the norm layers of a trained model."""
 
+from betternorm.advice.advise import Advice, advise
 from betternorm.advice.diagnose import diagnose
 from betternorm.advice.findings import Diagnosis, Finding
-from betternorm.advice.recommend import Advice, advise, tune_ghost_size, upgrade, usual_ghost_sizes
+from betternorm.advice.ghost_size import tune_ghost_size, usual_ghost_sizes
+from betternorm.advice.upgrade import upgrade
 
 __all__ = ["Advice", "Diagnosis", "Finding", "advise", "diagnose", "tune_ghost_size", "upgrade", "usual_ghost_sizes"]
