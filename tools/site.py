@@ -23,7 +23,13 @@ SOURCE = ROOT / "src" / "betternorm"
 
 # What is in the reference, in the order in which one meets it. Methods are listed for those with a * alone.
 SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
-    "Advice": {"advice/recommend": ("upgrade", "advise", "tune_ghost_size")},
+    "Advice": {
+        "advice/advise": ("advise",),
+        "advice/upgrade": ("upgrade",),
+        "advice/ghost_size": ("tune_ghost_size",),
+        "advice/diagnose": ("diagnose",),
+        "advice/findings": ("Diagnosis*", "Finding"),
+    },
     "Inference example weighing": {
         "weighing/search": ("tune_alpha",),
         "weighing/result": ("AlphaSearch*",),

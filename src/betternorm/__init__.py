@@ -1,6 +1,6 @@
 """Four improvements to batch normalisation, on any PyTorch model."""
 
-from betternorm.advice import advise, tune_ghost_size, upgrade
+from betternorm.advice import Diagnosis, advise, diagnose, tune_ghost_size, upgrade
 from betternorm.conversion import changes, convert, fold, revert
 from betternorm.decay import decay_toward_one, norm_report, param_groups
 from betternorm.integrations.checkpoints import load
@@ -13,6 +13,7 @@ __all__ = [
     "AlphaSearch",
     "BatchGroupNorm",
     "BatchRenorm",
+    "Diagnosis",
     "GhostBatchNorm",
     "GroupedBatchNorm",
     "Metric",
@@ -22,6 +23,7 @@ __all__ = [
     "compare_alpha",
     "convert",
     "decay_toward_one",
+    "diagnose",
     "fold",
     "get_alpha",
     "load",
