@@ -7,7 +7,7 @@ from betternorm.integrations.checkpoints import load
 from betternorm.layers import BatchGroupNorm, BatchRenorm, GhostBatchNorm, GroupedBatchNorm
 from betternorm.weighing import AlphaSearch, Metric, calibrate, compare_alpha, get_alpha, set_alpha, tune_alpha
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AlphaSearch",
