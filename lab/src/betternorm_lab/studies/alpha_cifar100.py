@@ -147,7 +147,7 @@ def summary(result: dict[str, Any]) -> str:
 
 
 def write(results: list[dict[str, Any]], folder: Path) -> None:
-    (folder / "alpha-cifar100.json").write_text(json.dumps(results, indent=1) + "\n")
+    (folder / "alpha-cifar100.json").write_text(json.dumps(results, separators=(",", ":")) + "\n")
     figure(results, folder / "alpha-cifar100.svg")
     (folder / "alpha-cifar100.md").write_text(page(results))
 
