@@ -22,8 +22,8 @@ def main(epochs: int = 10, path: str = "digits.onnx") -> Path:
             optimizer.step()
             optimizer.zero_grad()
 
-    # insist, because these few images may be too few to tell the gain from chance. Leave it out for a real network.
-    found = betternorm.tune_alpha(model, val, layers=3, insist=True)
+    # These few images may be too few for a significant gain. Leave `require_significant` out for a real model.
+    found = betternorm.tune_alpha(model, val, layers=3, require_significant=False)
     print(found)
 
     betternorm.fold(model, verbose=True)  # prints where every layer went; the model is for serving now

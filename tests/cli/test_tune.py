@@ -112,7 +112,7 @@ def of_two_layers(*words: str) -> int:
 
 
 def test_alpha_in_a_few_layers_is_written_with_the_folded_network(folder: Path) -> None:
-    assert of_two_layers("--layers", "1", "--fold", "--insist") in (OK, WORSE)
+    assert of_two_layers("--layers", "1", "--fold", "--no-require-significant") in (OK, WORSE)
     written = {"two-tuned.pt", "two-tuned.json", "two-tuned.png", "two-tuned.html", "two-tuned.pt2"}
     assert written < files(folder)
     model = betternorm.load(built(TWO_LAYERS), "two-tuned.pt").eval()
@@ -157,8 +157,8 @@ def test_folders_of_images_give_what_arrays_give(folder: Path) -> None:
         for number, (pixels, label) in enumerate(zip(file["images"], file["labels"], strict=True)):
             Path("val", f"class{label}").mkdir(parents=True, exist_ok=True)
             Image.fromarray(pixels).save(f"val/class{label}/{number}.png")
-    assert tune("--grid", "3", "--insist", "--out", "a.pt") in (OK, FINDING, WORSE)
-    words = ["--grid", "3", "--insist", "--out", "b.safetensors", "--workers", "1"]
+    assert tune("--grid", "3", "--no-require-significant", "--out", "a.pt") in (OK, FINDING, WORSE)
+    words = ["--grid", "3", "--no-require-significant", "--out", "b.safetensors", "--workers", "1"]
     assert tune(*words, data="val") in (OK, FINDING, WORSE)
     one, other = AlphaSearch.load("a.json"), AlphaSearch.load("b.json")
     for row, same in zip(one.table, other.table, strict=True):
@@ -180,7 +180,7 @@ def test_no_gain_is_a_finding_and_writes_no_checkpoint(folder: Path, capsys: pyt
 
 def test_a_dry_run_says_what_it_would_do_and_writes_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = files(folder)
-    assert tune("--dry-run", "--limit", "50") == OK
+    assert tune("--dry-run", "--max-examples", "50") == OK
     assert files(folder) == before
     said = capsys.readouterr().out
     assert "50 images from val.npz: mean 0,0,0, std 1,1,1 (given)" in said
@@ -188,7 +188,7 @@ def test_a_dry_run_says_what_it_would_do_and_writes_nothing(folder: Path, capsys
 
 
 def test_alpha_is_chosen_on_shifted_images_too(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--shift", "contrast:3,brightness:1", "--shifted-data", "night.npz", "--max-clean-loss", "2"]
+    words = ["--shift", "contrast:3,brightness:1", "--shifted-data", "night.npz", "--max-clean-drop", "2"]
     with np.load("val.npz") as file:
         np.savez("night.npz", images=file["images"] // 3, labels=file["labels"])
     assert tune(*words) in (OK, WORSE)
@@ -205,7 +205,7 @@ def test_json_is_printed(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_one_alpha_a_layer(folder: Path) -> None:
-    assert tune("--per-layer", "--limit", "120") == OK
+    assert tune("--per-layer", "--max-examples", "120") == OK
     found = AlphaSearch.load("net-tuned.json")
     assert found.per_layer is not None
     assert set(found.per_layer.alphas) == {"1"}
@@ -234,10 +234,10 @@ def test_an_interrupted_command_goes_on(
 
 
 def test_results_are_not_written_over_unasked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tune("--limit", "200") == OK
-    assert tune("--limit", "200") == BAD_INPUT
+    assert tune("--max-examples", "200") == OK
+    assert tune("--max-examples", "200") == BAD_INPUT
     assert "net-tuned.pt exists; give --force" in capsys.readouterr().err
-    assert tune("--limit", "200", "--force") == OK
+    assert tune("--max-examples", "200", "--force") == OK
 
 
 def test_a_metric_that_gets_worse_is_said_in_words_in_the_json_and_by_the_exit_code(
@@ -345,7 +345,7 @@ def test_data_that_cannot_be_used_is_told_in_a_line(
     ("words", "message"),
     [
         (["--batch-size", "0"], "--batch-size is 0"),
-        (["--limit", "0"], "--limit is 0"),
+        (["--max-examples", "0"], "--max-examples is 0"),
         (["--workers", "-1"], "--workers is -1"),
         (["--mean", "a,b"], "--mean is 'a,b'"),
         (["--std", "0,0,0"], "every number must be above 0"),
@@ -360,8 +360,8 @@ def test_data_that_cannot_be_used_is_told_in_a_line(
         (["--grid", "1"], "grid=1 must be 2 or more"),
         (["--ema"], "no averaged weights"),
         (["--shift", "rain"], "shift 'rain' is not known; known are noise"),
-        (["--max-clean-loss", "1"], "give --shift or --shifted-data too"),
-        (["--shift", "fog:1", "--max-clean-loss", "-1"], "--max-clean-loss is -1"),
+        (["--max-clean-drop", "1"], "give --shift or --shifted-data too"),
+        (["--shift", "fog:1", "--max-clean-drop", "-1"], "--max-clean-drop is -1"),
         (["--shifted-data", "nowhere.npz"], "there is no such file"),
         (["--shift", "fog:1", "--objective", "ece"], "'ece' is no mean over examples"),
     ],
@@ -392,7 +392,7 @@ def test_a_timm_model_with_a_dataset_of_the_lab(
 
     monkeypatch.chdir(tmp_path)
     torch.save(load_model("timm:test_resnet", num_classes=10).state_dict(), "net.pt")
-    words = ["--num-classes", "10", "--checkpoint", "net.pt", "--data", "stand-in:cifar10", "--limit", "40"]
+    words = ["--num-classes", "10", "--checkpoint", "net.pt", "--data", "stand-in:cifar10", "--max-examples", "40"]
     assert main(["tune", "timm:test_resnet", *words, "--grid", "2"]) in (OK, FINDING)
     assert AlphaSearch.load("net-tuned.json").examples == 40
 
@@ -413,3 +413,11 @@ def test_preprocessing_is_what_the_model_declares(spec: str, size: tuple[int, in
     how = preprocessing(spec, load_model(spec))
     assert (how.size, how.mean[0]) == (size, mean)
     assert how(Image.new("RGB", (640, 480), "white")).shape == (3, *size)
+
+
+def test_old_option_names_work_with_a_notice(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tune("--dry-run", "--limit", "50", "--insist") == OK
+    seen = capsys.readouterr()
+    assert "50 images from" in seen.out
+    assert "--limit is deprecated; use --max-examples" in seen.err
+    assert "--insist is deprecated; use --no-require-significant" in seen.err

@@ -76,7 +76,7 @@ def test_the_optimizer_is_built_from_those_names(tmp_path: Path) -> None:
 
 def test_alpha_is_tuned_after_training_and_saved_with_the_model(tmp_path: Path) -> None:
     model = betternorm.convert(network(), "ghost", ghost_size=4)
-    tune = TuneAlpha(objective="top1", insist=True, grid=[0, 0.25])
+    tune = TuneAlpha(objective="top1", require_significant=False, grid=[0, 0.25])
     options = arguments(tmp_path, eval_strategy="steps", eval_steps=1)
     trainer = OurTrainer(model, options, train_dataset=data(), eval_dataset=data(), callbacks=[tune])
     trainer.train()

@@ -86,7 +86,7 @@ def test_a_plain_group_norm_network_is_converted(images: Tensor) -> None:
 
 def test_a_limit_uses_the_first_examples_only(images: Tensor) -> None:
     first, second = (convert(small_network(group_norm), "weighed") for _ in range(2))
-    calibrate(first, images.split(16), limit=20)
+    calibrate(first, images.split(16), max_examples=20)
     calibrate(second, [images[:20]])
     torch.testing.assert_close(first[4].running_var, second[4].running_var)
 

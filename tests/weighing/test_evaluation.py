@@ -33,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::betternorm.errors.UncertainGain
 
 
 def evaluated(loader: Any, **options: Any) -> AlphaSearch:
-    return tune_alpha(small_network(), loader, grid=[0.1], insist=True, folds=2, **options)
+    return tune_alpha(small_network(), loader, grid=[0.1], require_significant=False, folds=2, **options)
 
 
 def test_tuples_dicts_and_a_function_of_the_users_give_the_same(images: Tensor, labels: Tensor) -> None:
@@ -62,9 +62,9 @@ def test_batch_size_and_shuffling_change_nothing(images: Tensor, labels: Tensor)
 
 
 def test_a_shuffling_loader_is_matched_image_by_image_between_passes(images: Tensor, labels: Tensor) -> None:
-    plain = tune_alpha(small_network(), batches(images, labels), insist=True)
+    plain = tune_alpha(small_network(), batches(images, labels), require_significant=False)
     loader = DataLoader(TensorDataset(images, labels), batch_size=16, shuffle=True)
-    shuffled = tune_alpha(small_network(), loader, insist=True)
+    shuffled = tune_alpha(small_network(), loader, require_significant=False)
     assert shuffled.best == plain.best
     assert vars(shuffled.gains["top1"]) == pytest.approx(vars(plain.gains["top1"]))
 
@@ -81,7 +81,7 @@ def test_random_augmentation_is_noticed(images: Tensor, labels: Tensor) -> None:
 
 
 def test_a_limit_takes_the_first_examples(images: Tensor, labels: Tensor) -> None:
-    limited = evaluated(batches(images, labels), limit=20)
+    limited = evaluated(batches(images, labels), max_examples=20)
     assert limited.examples == 20
     assert limited.table == evaluated(batches(images[:20], labels[:20])).table
 
@@ -114,7 +114,7 @@ def test_what_cannot_be_evaluated_says_why(loader: Any, kind: type[Exception], m
         ({"grid": 1}, "grid=1 must be 2 or more"),
         ({"grid": [0.5, 1.2]}, "alpha=1.2 must lie between"),
         ({"folds": 1}, "folds=1 must be 2 or more"),
-        ({"limit": 0}, "limit=0 must be 1 or more"),
+        ({"max_examples": 0}, "max_examples=0 must be 1 or more"),
         ({"confidence": 95}, "confidence=95 must lie between 0 and 1"),
     ],
 )
@@ -140,7 +140,7 @@ def test_modes_are_restored_and_outputs_in_wrappers_understood(images: Tensor, l
 
     model = Wrapped().train()
     model.inner[4].eval()
-    found = tune_alpha(model, batches(images, labels), grid=[0.1], insist=True, folds=2)
+    found = tune_alpha(model, batches(images, labels), grid=[0.1], require_significant=False, folds=2)
     assert model.inner[1].training
     assert not model.inner[4].training
     assert found.table == evaluated(batches(images, labels)).table
@@ -179,7 +179,7 @@ def test_what_was_kept_of_another_network_is_not_used(tmp_path: Path) -> None:
     tune_alpha(known(), noisy(0.3), (), squared_error, forward=answer, resume=tmp_path / "kept.pt")
     other = known()
     other[0].running_mean.fill_(1)
-    with pytest.raises(ValueError, match="belongs to another network"):
+    with pytest.raises(ValueError, match="belongs to another model"):
         tune_alpha(other, noisy(0.3), (), squared_error, forward=answer, resume=tmp_path / "kept.pt")
 
 
@@ -202,7 +202,7 @@ def test_a_stream_without_a_length_will_do(images: Tensor, labels: Tensor) -> No
 
     loader = DataLoader(Stream(), batch_size=16)
     assert evaluated(loader).table == evaluated(batches(images, labels)).table
-    assert evaluated(loader, limit=20).examples == 20
+    assert evaluated(loader, max_examples=20).examples == 20
     assert calibrate(small_network(), loader, passes=1) == 1
 
 

@@ -164,7 +164,7 @@ def test_where_there_is_nothing_to_find_alpha_stays(images: Tensor, labels: Tens
 @pytest.mark.parametrize("objective", [None, "top1", "cross_entropy", "ece"])
 def test_a_classifier_is_judged_by_any_objective(objective: str | None, images: Tensor, labels: Tensor) -> None:
     model = small_network()
-    found = tune_alpha(model, batches(images, labels), objective=objective, layers=1, insist=True)
+    found = tune_alpha(model, batches(images, labels), objective=objective, layers=1, require_significant=False)
     assert found.few_layers is not None
     assert set(found.few_layers.gains) == set(found.gains)
     assert sum(row.work for row in found.few_layers.rows[-1:]) == 1

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::betternorm.errors.UncertainGain
 @pytest.mark.parametrize("best", [0.005, 0.02, 0.033, 0.08, 0.15, 0.4, 0.7, 0.93, 0.985])
 def test_the_search_finds_alphas_near_0_in_the_middle_and_near_1(best: float) -> None:
     model = known()
-    found = tune_alpha(model, noisy(best, spread=0.01), (), squared_error, forward=answer, insist=True)
+    found = tune_alpha(model, noisy(best, spread=0.01), (), squared_error, forward=answer, require_significant=False)
     assert found.best["squared_error"] == pytest.approx(best, abs=0.006 if 0.1 < best < 0.9 else 0.001)
     assert found.passes <= 5
     assert found.evaluations <= 12
@@ -33,7 +33,7 @@ def test_the_search_finds_alphas_near_0_in_the_middle_and_near_1(best: float) ->
 
 @pytest.mark.parametrize("best", [0.0, 1.0])
 def test_the_search_finds_the_ends(best: float) -> None:
-    found = tune_alpha(known(), noisy(best), (), squared_error, forward=answer, insist=True)
+    found = tune_alpha(known(), noisy(best), (), squared_error, forward=answer, require_significant=False)
     assert found.best["squared_error"] == best
 
 
@@ -60,7 +60,7 @@ def test_a_grid_of_33_is_dense_at_both_ends() -> None:
 
 def test_the_table_holds_the_mean_of_each_metric() -> None:
     data = noisy(0.3)
-    found = tune_alpha(known(), data, (), squared_error, grid=[0.1, 0.9], forward=answer, insist=True)
+    found = tune_alpha(known(), data, (), squared_error, grid=[0.1, 0.9], forward=answer, require_significant=False)
     targets = torch.cat([y for _, y in data]).double().numpy()
     for row in found.table:
         assert row["squared_error"] == pytest.approx(((row["alpha"] - targets) ** 2).mean(), rel=1e-6)
@@ -102,7 +102,7 @@ def test_a_gain_that_could_be_chance_is_told_and_not_set() -> None:
 def test_who_insists_gets_the_best_all_the_same() -> None:
     model = known()
     with pytest.warns(UserWarning, match="alpha was set, as asked"):
-        found = tune_alpha(model, noisy(0.03, 50, 0.5), (), squared_error, forward=answer, insist=True)
+        found = tune_alpha(model, noisy(0.03, 50, 0.5), (), squared_error, forward=answer, require_significant=False)
     assert get_alpha(model) == found.alpha == found.best["squared_error"] > 0
 
 
@@ -118,7 +118,9 @@ def test_without_any_effect_a_false_alarm_is_rare() -> None:
     for seed in range(12):
         torch.manual_seed(seed)
         data = batches(torch.randn(300, 1), torch.randn(300))
-        found = tune_alpha(known(), data, (), Metric("coin", coin, False), grid=9, forward=answer, insist=True)
+        found = tune_alpha(
+            known(), data, (), Metric("coin", coin, False), grid=9, forward=answer, require_significant=False
+        )
         alarms += found.significant
     assert alarms <= 2  # of 12; at 2.5 % each more than 2 happen once in 350 times
 

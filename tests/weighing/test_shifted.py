@@ -51,7 +51,7 @@ def test_the_rule_chooses(
     """Clean data want 0.1 and shifted ones 0.5; at 0.3 clean data lose 0.2² - 0.1² = 0.03."""
     model = known()
     found = tune_alpha(
-        model, wanted(0.1), (), error, shifts=shifts, max_clean_loss=most, forward=forward, resume=tmp_path / "kept"
+        model, wanted(0.1), (), error, shifts=shifts, max_clean_drop=most, forward=forward, resume=tmp_path / "kept"
     )
     assert found.alpha == get_alpha(model) == pytest.approx(two_sets if len(shifts) == 1 else three_sets, abs=0.04)
     assert found.shifts is not None
@@ -98,7 +98,11 @@ def test_an_image_counts_once_however_often_it_is_shifted() -> None:
 def test_accuracy_is_the_objective_under_corruptions(images: Tensor, labels: Tensor) -> None:
     pixels = images.sigmoid()
     found = tune_alpha(
-        small_network(), batches(pixels, labels), shifts=corruptions(["noise:3", "fog:1"]), grid=[0.1], insist=True
+        small_network(),
+        batches(pixels, labels),
+        shifts=corruptions(["noise:3", "fog:1"]),
+        grid=[0.1],
+        require_significant=False,
     )
     assert found.objective == "top1"
     assert found.shifts is not None
@@ -133,7 +137,7 @@ def test_the_rule_chooses_among_layers(most: float | None, layer: str, alpha: fl
         (),
         error,
         shifts=shifts,
-        max_clean_loss=most,
+        max_clean_drop=most,
         forward=by_layer,
         layers=1,
     )
@@ -152,7 +156,7 @@ def test_a_few_layers_of_a_classifier_under_corruptions(images: Tensor, labels: 
         batches(images.sigmoid(), labels),
         shifts=corruptions(["noise:3", "fog:1"]),
         layers=1,
-        insist=True,
+        require_significant=False,
     )
     assert found.few_layers is not None
     assert len(found.few_layers.alphas) <= 1
@@ -167,8 +171,8 @@ def test_a_few_layers_of_a_classifier_under_corruptions(images: Tensor, labels: 
         ({"shifts": "teapot"}, "shift 'teapot' is not known"),
         ({"shifts": {}}, "shifts is empty"),
         ({"shifts": {"clean": brighter}}, "one called 'clean'"),
-        ({"max_clean_loss": 1.0}, "give shifts=... too"),
-        ({"shifts": {"a": brighter}, "max_clean_loss": -1.0}, "max_clean_loss=-1.0 must be 0 or more"),
+        ({"max_clean_drop": 1.0}, "give shifts=... too"),
+        ({"shifts": {"a": brighter}, "max_clean_drop": -1.0}, "max_clean_drop=-1.0 must be 0 or more"),
         ({"shifts": {"a": wanted(0.5)}, "per_layer": True}, "'a' is a loader"),
         ({"shifts": {"a": wanted(0.5)}, "layers": 1}, "layers=1 fits alphas on .* 'a' is a loader"),
         ({"shifts": {"a": brighter}, "objective": "ece"}, "'ece' is no mean over examples"),

@@ -92,7 +92,7 @@ def data(model: nn.Module | None = None) -> list[tuple[Tensor, Tensor]]:
 def test_every_search_of_a_classifier_has_a_temperature_and_four_rows() -> None:
     model = small_network()
     batched = data()
-    found = tune_alpha(model, batched, objective="top1", grid=[0.1], insist=True)
+    found = tune_alpha(model, batched, objective="top1", grid=[0.1], require_significant=False)
     logits, labels = (torch.cat(parts) for parts in zip(*((model(x), y) for x, y in batched), strict=True))
     assert found.temperature == pytest.approx(1 / oracle(logits.detach(), labels), rel=1e-2)
     rows = found.against_temperature
@@ -105,7 +105,7 @@ def test_every_search_of_a_classifier_has_a_temperature_and_four_rows() -> None:
 
 
 def test_the_default_objective_is_the_cross_entropy_after_a_temperature() -> None:
-    found = tune_alpha(small_network(), data(), grid=[0.1], insist=True)
+    found = tune_alpha(small_network(), data(), grid=[0.1], require_significant=False)
     assert found.objective == CALIBRATED
     gain, rows = found.gains[CALIBRATED], found.against_temperature
     assert rows is not None
@@ -120,7 +120,7 @@ def test_other_tasks_have_no_temperature() -> None:
 
 def test_a_temperature_is_folded_into_the_last_layer() -> None:
     model = small_network()
-    found = tune_alpha(model, data(), grid=[0.1], fold_temperature=True, insist=True)
+    found = tune_alpha(model, data(), grid=[0.1], fold_temperature=True, require_significant=False)
     plain = convert(small_network(), "weighed")
     set_alpha(plain, found.alpha)
     x = torch.randn(4, 3, 8, 8)
@@ -168,6 +168,6 @@ def test_other_objectives_do_without(objective: Any) -> None:
 
 
 def test_a_temperature_survives_saving(tmp_path: Path) -> None:
-    found = tune_alpha(small_network(), data(), grid=[0.1], insist=True)
+    found = tune_alpha(small_network(), data(), grid=[0.1], require_significant=False)
     found.save(tmp_path / "found.json")
     assert AlphaSearch.load(tmp_path / "found.json") == found

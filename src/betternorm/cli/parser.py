@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -14,30 +15,46 @@ from betternorm.errors import UserError
 
 class CommandParser(argparse.ArgumentParser):
     """Its ``--help`` shows what most people need; ``add_argument(..., rare=True)`` leaves an option to ``--help-all``.
+    ``old={"--limit": "--max-examples"}`` accepts a former name of the option, with a warning.
 
     ``options`` are all that were added, to the parser or to a group of it.
     """
 
     def __init__(self, *arguments: Any, **details: Any) -> None:
         self.options: list[argparse.Action] = []
+        self._new_names: dict[str, str] = {}
         self._rare: list[argparse.Action] = []
         super().__init__(*arguments, **details)
 
-    def add_argument(self, *names: Any, rare: bool = False, **details: Any) -> argparse.Action:
-        return self._noted(super().add_argument(*names, **details), rare)
+    def add_argument(
+        self, *names: Any, rare: bool = False, old: dict[str, str] | None = None, **details: Any
+    ) -> argparse.Action:
+        return self._noted(super().add_argument(*names, **details), rare, old)
 
     def add_argument_group(self, *arguments: Any, **details: Any) -> Any:
         group = super().add_argument_group(*arguments, **details)
         add = group.add_argument
 
-        def add_to_group(*names: Any, rare: bool = False, **details: Any) -> argparse.Action:
-            return self._noted(add(*names, **details), rare)
+        def add_to_group(
+            *names: Any, rare: bool = False, old: dict[str, str] | None = None, **details: Any
+        ) -> argparse.Action:
+            return self._noted(add(*names, **details), rare, old)
 
         group.add_argument = add_to_group  # type: ignore[method-assign]
         return group
 
-    def _noted(self, action: argparse.Action, rare: bool) -> argparse.Action:
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        words = list(sys.argv[1:] if args is None else args)
+        for index, word in enumerate(words):
+            name, equals, value = word.partition("=")
+            if new := self._new_names.get(name):
+                print(f"{self.prog}: {name} is deprecated; use {new}", file=sys.stderr)
+                words[index] = f"{new}{equals}{value}"
+        return super().parse_known_args(words, namespace)
+
+    def _noted(self, action: argparse.Action, rare: bool, old: dict[str, str] | None) -> argparse.Action:
         self.options.append(action)
+        self._new_names |= old or {}
         if rare:
             if not self._rare:
                 self.add_argument("--help-all", action=_HelpAll, nargs=0, help="show every option, and exit")

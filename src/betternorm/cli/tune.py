@@ -38,7 +38,7 @@ from betternorm.weighing.shifts import KINDS, corruptions
 
 EXAMPLES = """\
 examples:
-  betternorm tune timm:resnet50 --checkpoint resnet50.safetensors --data imagenet/val --limit 5000
+  betternorm tune timm:resnet50 --checkpoint resnet50.safetensors --data imagenet/val --max-examples 5000
   betternorm tune mine.py:build --checkpoint mine.pt --data val --mean 0,0,0 --std 1,1,1 --shift noise,blur:3
 
 Writes the checkpoint (--out), a table (.json) and curves (.png, .html). Exit codes: 0 better, 1 no gain to be told from
@@ -63,22 +63,30 @@ def add_arguments(parser: CommandParser) -> None:
     add("--shift", metavar="NAMES", help=f"choose on corruptions too: all, or of {','.join(KINDS)}")
     add("--shifted-data", metavar="DATA", help="and on a shifted set of your own, given like --data")
     add(
-        "--max-clean-loss",
+        "--max-clean-drop",
         type=float,
         metavar="X",
+        old={"--max-clean-loss": "--max-clean-drop"},
         help="in points, under shift (default: the best mean)",
     )
     add("--fold-temperature", rare=True, action="store_true", help="divide the last linear layer by the temperature")
     add("--grid", rare=True, type=int, metavar="N", help="try N alphas instead of searching")
     add("--folds", rare=True, type=int, default=5, metavar="K", help="for the evidence (default: 5)")
-    add("--insist", rare=True, action="store_true", help="set the best alpha even where it could be chance")
+    add(
+        "--require-significant",
+        rare=True,
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        old={"--insist": "--no-require-significant"},
+        help="leave alpha unchanged if the gain is not significant (default: yes)",
+    )
     add = parser.add_argument_group("model and images (default: what the model declares)").add_argument
     add("--num-classes", type=int, metavar="N", help="of the model")
     add("--ema", rare=True, action="store_true", help="take the averaged weights of the checkpoint")
     add("--mean", metavar="R,G,B", help="of the pixels, between 0 and 1")
     add("--std", metavar="R,G,B", help="of the pixels")
     add("--size", type=int, metavar="SIDE", help="of the images")
-    add("--limit", type=int, metavar="N", help="use N images, evenly spread")
+    add("--max-examples", type=int, metavar="N", old={"--limit": "--max-examples"}, help="use N images, evenly spaced")
     add(
         "--data-root",
         rare=True,
@@ -98,7 +106,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    for name in ("batch_size", "limit", "num_classes", "layers"):
+    for name in ("batch_size", "max_examples", "num_classes", "layers"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} is {value}; it must be 1 or more")
@@ -169,8 +177,8 @@ def _shifts(
     arguments: argparse.Namespace, model: nn.Module, device: torch.device, pixels: Pixels | None
 ) -> dict[str, Any] | None:
     """Corruptions by name, and a loader of the user's shifted set."""
-    if arguments.max_clean_loss is not None and not arguments.max_clean_loss >= 0:
-        raise UserError(f"--max-clean-loss is {arguments.max_clean_loss:g}; it must be 0 or more")
+    if arguments.max_clean_drop is not None and not arguments.max_clean_drop >= 0:
+        raise UserError(f"--max-clean-drop is {arguments.max_clean_drop:g}; it must be 0 or more")
     found: dict[str, Any] = {}
     if arguments.shift is not None:
         if pixels is None:
@@ -184,8 +192,8 @@ def _shifts(
         loader = _data(arguments, arguments.shifted_data, model, device)[0]
         _checked_on_a_batch(model, loader, device)
         found[Path(arguments.shifted_data).name] = loader
-    if not found and arguments.max_clean_loss is not None:
-        raise UserError("--max-clean-loss is a rule for shifted data; give --shift or --shifted-data too")
+    if not found and arguments.max_clean_drop is not None:
+        raise UserError("--max-clean-drop is a rule for shifted data; give --shift or --shifted-data too")
     return found or None
 
 
@@ -201,8 +209,8 @@ def _data(
         classes = _classes(model)
         if classes is not None:
             images.check_labels(classes)
-        if arguments.limit is not None:
-            images = images.limited(arguments.limit)
+        if arguments.max_examples is not None:
+            images = images.limited(arguments.max_examples)
         batches = ImageLoader(
             images,
             batch_size=arguments.batch_size,
@@ -235,8 +243,8 @@ def _named(
     split = data.test if arguments.split == "test" else data.validation
     if split is None:
         raise UserError(f"--split is {arguments.split}; {dataset} has no labels for it")
-    if arguments.limit is not None and arguments.limit < len(split):
-        split = split.take(torch.linspace(0, len(split) - 1, arguments.limit).round().long())
+    if arguments.max_examples is not None and arguments.max_examples < len(split):
+        split = split.take(torch.linspace(0, len(split) - 1, arguments.max_examples).round().long())
     loader = lab.Loader(data, split, arguments.batch_size, device=device, workers=arguments.workers)
     described = f"the {arguments.split} split, mean and std {'given' if given else 'of the dataset'}"
     return loader, len(split), described, (data.facts.mean, data.facts.std)
@@ -305,13 +313,13 @@ def _tuned(
                 metrics=tuple(METRICS),
                 objective=arguments.objective,
                 shifts=shifts,
-                max_clean_loss=arguments.max_clean_loss,
+                max_clean_drop=arguments.max_clean_drop,
                 fold_temperature=arguments.fold_temperature,
                 grid=arguments.grid,
                 per_layer=arguments.per_layer,
                 layers=arguments.layers,
                 folds=arguments.folds,
-                insist=arguments.insist,
+                require_significant=arguments.require_significant,
                 resume=unfinished,
                 progress=False if arguments.quiet or arguments.json else None,
             )

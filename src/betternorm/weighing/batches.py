@@ -15,7 +15,7 @@ INPUT_KEYS = ("image", "images", "pixel_values", "input", "inputs", "x", "data")
 TARGET_KEYS = ("label", "labels", "target", "targets", "y")
 
 
-def iterate(loader: Iterable[Any], limit: int | None, device: torch.device) -> Iterator[Any]:
+def iterate(loader: Iterable[Any], max_examples: int | None, device: torch.device) -> Iterator[Any]:
     """The batches of a loader on a device, up to so many examples."""
     if isinstance(loader, Iterator):
         raise TypeError(
@@ -25,28 +25,28 @@ def iterate(loader: Iterable[Any], limit: int | None, device: torch.device) -> I
     seen = 0
     for batch in loader:
         size = max(_tensors(batch), key=Tensor.numel, default=torch.empty(0)).shape[0]
-        if limit is not None and seen + size > limit:
-            size = limit - seen
+        if max_examples is not None and seen + size > max_examples:
+            size = max_examples - seen
             batch = _mapped(batch, lambda t, size=size: t[:size] if t.dim() else t)  # type: ignore[misc]
         seen += size
         yield _mapped(batch, lambda t: t.to(device, non_blocking=True))
-        if limit is not None and seen >= limit:
+        if max_examples is not None and seen >= max_examples:
             return
 
 
-def check_limit(limit: int | None) -> None:
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit={limit} must be 1 or more examples, or None for all")
+def check_max_examples(max_examples: int | None) -> None:
+    if max_examples is not None and max_examples < 1:
+        raise ValueError(f"max_examples={max_examples} must be 1 or more examples, or None for all")
 
 
-def length_of(loader: Iterable[Any], limit: int | None) -> int | None:
+def length_of(loader: Iterable[Any], max_examples: int | None) -> int | None:
     """How many batches `iterate` will give, where that is known."""
     try:
         length = len(loader)  # type: ignore[arg-type]
     except TypeError:  # a DataLoader has a length by its looks, and over an IterableDataset it has none
         return None
     size = getattr(loader, "batch_size", None)
-    return min(length, -(-limit // size)) if limit is not None and size else length
+    return min(length, -(-max_examples // size)) if max_examples is not None and size else length
 
 
 def output_and_target(model: nn.Module, batch: Any) -> tuple[Any, Any]:

@@ -10,17 +10,27 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from betternorm.conversion.convert import convert
+from betternorm.deprecation import renamed_parameters
 from betternorm.display.progress import Bar
 from betternorm.layers import GroupedBatchNorm
 from betternorm.weighing.alpha import weighed_layers
-from betternorm.weighing.batches import Forward, check_limit, device_of, evaluating, iterate, length_of, output_of
+from betternorm.weighing.batches import (
+    Forward,
+    check_max_examples,
+    device_of,
+    evaluating,
+    iterate,
+    length_of,
+    output_of,
+)
 
 
+@renamed_parameters(limit="max_examples")
 def calibrate(
     model: nn.Module,
     loader: Iterable[Any],
     *,
-    limit: int | None = None,
+    max_examples: int | None = None,
     passes: int | None = None,
     tolerance: float = 1e-3,
     forward: Forward | None = None,
@@ -39,7 +49,7 @@ def calibrate(
 
     Args:
         loader: batches as for `tune_alpha`; labels are not looked at.
-        limit: use at most so many examples.
+        max_examples: use at most this many examples.
         passes: make exactly so many passes instead; 1 is often near enough for a trained BatchNorm network.
         progress: show a bar; None shows it on a terminal.
 
@@ -48,7 +58,7 @@ def calibrate(
     """
     if passes is not None and passes < 1:
         raise ValueError(f"passes={passes} must be 1 or more")
-    check_limit(limit)
+    check_max_examples(max_examples)
     layers = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
     if not layers:
         convert(model, "weighed")
@@ -64,9 +74,9 @@ def calibrate(
         hooks = [layer.register_forward_pre_hook(moments[layer].observe) for layer in layers]
         batches = 0
         try:
-            label, length = f"calibrating, pass {done}", length_of(loader, limit)
+            label, length = f"calibrating, pass {done}", length_of(loader, max_examples)
             with evaluating(model), torch.inference_mode(), Bar(label, length, progress) as bar:
-                for batch in iterate(loader, limit, device_of(model)):
+                for batch in iterate(loader, max_examples, device_of(model)):
                     run(model, batch)
                     batches += 1
                     bar.advance()

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from betternorm.deprecation import renamed_parameters
 from betternorm.layers.checks import checked_alpha
 from betternorm.weighing.alpha import alpha_as_trained, listed, tuned_layers
 from betternorm.weighing.batches import Forward, output_and_target
@@ -15,6 +16,7 @@ from betternorm.weighing.evidence import Gain
 from betternorm.weighing.metrics import AnyMetric, named_metrics
 
 
+@renamed_parameters(limit="max_examples")
 def compare_alpha(
     model: nn.Module,
     loader: Iterable[Any],
@@ -24,7 +26,7 @@ def compare_alpha(
     *,
     confidence: float = 0.95,
     forward: Forward | None = None,
-    limit: int | None = None,
+    max_examples: int | None = None,
     seed: int = 0,
     progress: bool | None = None,
 ) -> dict[str, Gain]:
@@ -35,7 +37,7 @@ def compare_alpha(
     Args:
         alpha: one number, or numbers by layer name; layers that are not named keep theirs.
         against: the same; None is the network as it was trained (alpha = 0 with BatchNorm, 1 with GroupNorm).
-        metrics, forward, limit, confidence, progress: as in `tune_alpha`.
+        metrics, forward, max_examples, confidence, progress: as in `tune_alpha`.
     """
     layers = tuned_layers(model)
     current = {name: layer.alpha for name, layer in layers.items()}
@@ -50,7 +52,15 @@ def compare_alpha(
 
     before, after = setting(baseline if against is None else against), setting(alpha)
     evaluations = Evaluations(
-        model, layers, loader, named_metrics(metrics), forward or output_and_target, limit, None, progress, baseline
+        model,
+        layers,
+        loader,
+        named_metrics(metrics),
+        forward or output_and_target,
+        max_examples,
+        None,
+        progress,
+        baseline,
     )
     try:
         evaluations.evaluate([before, after])

@@ -56,7 +56,7 @@ class Evaluations:
         loader: Iterable[Any],
         metrics: dict[str, Metric],
         forward: Forward,
-        limit: int | None,
+        max_examples: int | None,
         resume: str | os.PathLike[str] | None,
         progress: bool | None,
         baseline: float,
@@ -66,7 +66,7 @@ class Evaluations:
         self.baseline = baseline
         self.shifts = dict(shifts or {})
         self.model, self.layers, self.loader, self.metrics = model, layers, loader, metrics
-        self.forward, self.limit, self.progress = forward, limit, progress
+        self.forward, self.max_examples, self.progress = forward, max_examples, progress
         self.values: dict[str, dict[Setting, Tensor]] = {name: {} for name in metrics}
         self.counts: dict[str, Tensor] = {}
         self.keys = torch.empty(0, dtype=torch.int64)  # of every example, in order
@@ -79,7 +79,7 @@ class Evaluations:
         self._saved = time.monotonic()
         self._known = True  # whether the data are those of the file
         if self._file is not None:
-            self._signature = _signature(model, metrics, limit)
+            self._signature = _signature(model, metrics, max_examples)
             self._restore()
 
     def evaluate(self, alphas: Sequence[Setting]) -> None:
@@ -105,7 +105,7 @@ class Evaluations:
         self.save()
 
     def batches(self) -> Iterator[Any]:
-        return iterate(self.loader, self.limit, device_of(self.model))
+        return iterate(self.loader, self.max_examples, device_of(self.model))
 
     def _iterate(self, current: _Pass, label: str) -> None:
         done = len(current.keys)
@@ -151,7 +151,7 @@ class Evaluations:
         return found
 
     def length(self) -> int | None:
-        return length_of(self.loader, self.limit)
+        return length_of(self.loader, self.max_examples)
 
     def _close(self, current: _Pass) -> None:
         """Bring a finished pass into order and check that it saw what the others saw."""
@@ -272,8 +272,8 @@ class Evaluations:
         self._known = False
         if not isinstance(state, dict) or state.get("signature") != self._signature:
             raise ValueError(
-                f"resume={str(self._file)!r} belongs to another network, limit or list of metrics; remove the file "
-                "or name another one"
+                f"resume={str(self._file)!r} belongs to another model, other metrics or another max_examples; "
+                "remove the file or name another one"
             )
         for name in self._STATE:
             setattr(self, name, state[name])
@@ -295,9 +295,9 @@ class _Pass:
             part.clear()
 
 
-def _signature(model: nn.Module, metrics: Iterable[str], limit: int | None) -> str:
+def _signature(model: nn.Module, metrics: Iterable[str], max_examples: int | None) -> str:
     """What the numbers of a file depend on, apart from the data, which has its keys."""
-    digest = hashlib.sha256(repr((sorted(metrics), limit)).encode())
+    digest = hashlib.sha256(repr((sorted(metrics), max_examples)).encode())
     for name, tensor in sorted(model.state_dict().items()):
         if name.rpartition(".")[2] not in ("alpha", "num_batches_tracked"):
             digest.update(name.encode())
@@ -308,5 +308,5 @@ def _signature(model: nn.Module, metrics: Iterable[str], limit: int | None) -> s
 def _other_examples(than: str) -> ValueError:
     return ValueError(
         f"the loader gave other examples {than}; alphas are compared on the same examples, so switch random "
-        "augmentation off, and shuffling where limit is used"
+        "augmentation off, and shuffling where max_examples is used"
     )

@@ -213,6 +213,8 @@ class AlphaSearch:
             plain["against_temperature"] = {n: Gain(**gain) for n, gain in plain["against_temperature"].items()}
         if plain.get("shifts") is not None:
             shifts = dict(plain["shifts"])
+            if "max_clean_loss" in shifts:  # written by version 0.1
+                shifts["max_clean_drop"] = shifts.pop("max_clean_loss")
             shifts["gains"] = {name: Gain(**gain) for name, gain in shifts["gains"].items()}
             shifts["mean"] = Gain(**shifts["mean"])
             plain["shifts"] = ShiftEvidence(**shifts)
@@ -305,22 +307,22 @@ class ShiftEvidence:
     """The objective on clean and on shifted data.
 
     Attributes:
-        max_clean_loss: the rule: None for the best mean over all sets, else the most that clean data may lose.
+        max_clean_drop: the rule: None for the best mean over all sets, else the most that clean data may lose.
         table: a row for every alpha tried, with the score on every set: the trade.
         gains: for every set, what the rule's choice gains, held out.
         mean: the same for the mean that the rule weighs.
     """
 
-    max_clean_loss: float | None
+    max_clean_drop: float | None
     table: list[dict[str, float]]
     gains: dict[str, Gain]
     mean: Gain
 
     @property
     def over(self) -> str:
-        if self.max_clean_loss is None:
+        if self.max_clean_drop is None:
             return "over clean and shifted data"
-        return f"over shifted data at a clean cost of at most {self.max_clean_loss:g}"
+        return f"over shifted data at a clean cost of at most {self.max_clean_drop:g}"
 
 
 def _gain_cells(metric: str, gain: Gain) -> list[str]:

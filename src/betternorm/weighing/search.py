@@ -16,10 +16,11 @@ import torch
 from torch import nn
 
 from betternorm.conversion.convert import convert
+from betternorm.deprecation import renamed_parameters
 from betternorm.errors import UncertainGainWarning
 from betternorm.layers.checks import checked_alpha
 from betternorm.weighing.alpha import alpha_as_trained, tuned_layers, weighed_layers
-from betternorm.weighing.batches import Forward, check_limit, device_of, evaluating, iterate, output_and_target
+from betternorm.weighing.batches import Forward, check_max_examples, device_of, evaluating, iterate, output_and_target
 from betternorm.weighing.calibration import calibrate, has_no_averages
 from betternorm.weighing.evaluation import Evaluations, Setting, shift_of
 from betternorm.weighing.evidence import ENOUGH_TO_JUDGE, Gain
@@ -37,6 +38,12 @@ COARSEST, FINEST = 1 / 4, 1 / 32
 WORTH_A_PASS = 0.05  # how far the lowest point must be from the best one tried, as a part of the bracket
 
 
+@renamed_parameters(
+    limit="max_examples",
+    max_clean_loss="max_clean_drop",
+    insist="not require_significant",
+    calibration="stats_loader",
+)
 def tune_alpha(
     model: nn.Module,
     loader: Iterable[Any],
@@ -45,17 +52,17 @@ def tune_alpha(
     *,
     layers: int | None = None,
     shifts: Shifts | None = None,
-    max_clean_loss: float | None = None,
+    max_clean_drop: float | None = None,
     per_layer: bool = False,
     grid: int | Sequence[float] | None = None,
     fold_temperature: bool = False,
     epochs: int = 3,
     folds: int = 5,
     confidence: float = 0.95,
-    insist: bool = False,
+    require_significant: bool = True,
     forward: Forward | None = None,
-    calibration: Iterable[Any] | None = None,
-    limit: int | None = None,
+    stats_loader: Iterable[Any] | None = None,
+    max_examples: int | None = None,
     resume: str | os.PathLike[str] | None = None,
     seed: int = 0,
     progress: bool | None = None,
@@ -63,7 +70,7 @@ def tune_alpha(
     """Find the alpha that is best for a trained network, set it, and return the evidence.
 
     A plain model is converted in place (``convert(model, "weighed")``), which changes nothing about what it computes.
-    GroupNorm and InstanceNorm layers that have no moving averages yet are calibrated, on ``calibration`` or else on
+    GroupNorm and InstanceNorm layers that have no moving averages yet are calibrated, on ``stats_loader`` or else on
     ``loader`` without its labels. In a network with layers of both kinds alpha is tuned where statistics reach across
     examples, and stays 1 elsewhere.
 
@@ -93,16 +100,17 @@ def tune_alpha(
             what they cost. With ``shifts`` the same rule chooses them, and a pass is one of the data and all shifts.
         shifts: choose alpha on shifted data too: what :func:`betternorm.weighing.corruptions` returns, or a dict from
             names to functions of the images or to loaders of shifted data. Every alpha is run on every shift.
-        max_clean_loss: the rule for ``shifts``. None takes the best mean over the clean data and all shifts; a number
+        max_clean_drop: the rule for ``shifts``. None takes the best mean over the clean data and all shifts; a number
             the best mean over the shifts at a cost on the clean data of at most so much (points for top1 and top5).
         per_layer: also fit one alpha per layer by gradient, and set those where they are better on held-out folds. It
             takes ``epochs`` iterations, each with ``folds + 1`` forward and backward passes.
         grid: instead of searching, try so many alphas (denser near 0 and 1), or exactly these, in one iteration.
         fold_temperature: divide the last linear layer by the temperature, so that the network has it inside.
         confidence: of the intervals.
-        insist: set the best alpha even where the gain is not distinguishable from zero.
+        require_significant: whether to leave alpha unchanged if the gain is not significant. False sets the best
+            alpha in any case.
         forward: ``forward(model, batch)`` returns output and targets, for other kinds of batches and tasks.
-        limit: use at most so many examples, the first.
+        max_examples: use only this many examples, the first ones.
         resume: a file that keeps what has been evaluated. Interrupted, the same call goes on where it stopped.
         progress: show a bar; None shows it on a terminal.
 
@@ -121,13 +129,13 @@ def tune_alpha(
     if any(METRICS.get(name) is metric for name, metric in judged.items()):  # a classifier: it gets a temperature
         judged |= {name: METRICS[name] for name in ("cross_entropy", CALIBRATED) if name not in judged}
     candidates = alpha_grid(grid)
-    check_limit(limit)
+    check_max_examples(max_examples)
     if not 0 < confidence < 1:
         raise ValueError(f"confidence={confidence} must lie between 0 and 1, like 0.95")
     if folds < 2:
         raise ValueError(f"folds={folds} must be 2 or more")
-    if shifts is None and max_clean_loss is not None:
-        raise ValueError(f"max_clean_loss={max_clean_loss} is a rule for shifted data; give shifts=... too")
+    if shifts is None and max_clean_drop is not None:
+        raise ValueError(f"max_clean_drop={max_clean_drop} is a rule for shifted data; give shifts=... too")
     if layers is not None and per_layer:
         raise ValueError(f"layers={layers} does not go together with per_layer")
     if not weighed_layers(model):
@@ -140,20 +148,20 @@ def tune_alpha(
     run = forward or output_and_target
     try:
         layer_by_layer = "per_layer=True" if per_layer else None if layers is None else f"layers={layers}"
-        sets = None if shifts is None else ShiftedSets(shifts, judged[aim], max_clean_loss, layer_by_layer)
+        sets = None if shifts is None else ShiftedSets(shifts, judged[aim], max_clean_drop, layer_by_layer)
         calibrating = 0
-        if calibration is not None or any(has_no_averages(layer) for layer in tuned.values()):
+        if stats_loader is not None or any(has_no_averages(layer) for layer in tuned.values()):
             for layer in tuned.values():
                 layer.alpha = baseline
-            averaged = loader if calibration is None else calibration
-            calibrating = calibrate(model, averaged, limit=limit, forward=forward, progress=progress)
+            averaged = loader if stats_loader is None else stats_loader
+            calibrating = calibrate(model, averaged, max_examples=max_examples, forward=forward, progress=progress)
         evaluations = Evaluations(
             model,
             tuned,
             loader,
             judged | (sets.metrics() if sets else {}),
             run,
-            limit,
+            max_examples,
             resume,
             progress,
             baseline,
@@ -176,14 +184,16 @@ def tune_alpha(
         raise
     result.passes += calibrating
     chosen = result.best[aim] if sets is None else sets.chosen
-    result.alpha = chosen if result.significant or insist else baseline
+    result.alpha = chosen if result.significant or not require_significant else baseline
     if result.few_layers is not None:
         few = result.few_layers
         result.passes += few.passes
         result.evaluations += few.evaluations
-        result.alpha = dict.fromkeys(tuned, baseline) | few.alphas if few.certain or insist else baseline
+        result.alpha = (
+            dict.fromkeys(tuned, baseline) | few.alphas if few.certain or not require_significant else baseline
+        )
         if not few.certain:
-            warnings.warn(result.verdict(), UncertainGainWarning, stacklevel=2)
+            warnings.warn(result.verdict(), UncertainGainWarning, stacklevel=3)
         result.temperature = _temperature(
             evaluations,
             setting_of(evaluations, few.alphas) if isinstance(result.alpha, dict) and few.alphas else baseline,
@@ -193,7 +203,7 @@ def tune_alpha(
         result.temperature = result.per_layer.temperature
     else:
         if not result.significant:
-            warnings.warn(result.verdict(), UncertainGainWarning, stacklevel=2)
+            warnings.warn(result.verdict(), UncertainGainWarning, stacklevel=3)
         result.temperature = _temperature(evaluations, chosen if result.alpha != baseline else baseline)
     result.worse = _worse(result, evaluations)
     for name, layer in tuned.items():

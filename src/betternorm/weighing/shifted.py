@@ -26,7 +26,7 @@ class ShiftedSets:
     """The clean data and the shifted ones, each with its numbers and the folds it falls into."""
 
     def __init__(
-        self, shifts: Shifts, metric: Metric, max_clean_loss: float | None, layer_by_layer: str | None = None
+        self, shifts: Shifts, metric: Metric, max_clean_drop: float | None, layer_by_layer: str | None = None
     ) -> None:
         """``layer_by_layer``: the option of the search, if any, that looks at every layer by itself."""
         given = shifts if isinstance(shifts, Mapping) else corruptions(shifts)
@@ -36,8 +36,8 @@ class ShiftedSets:
             raise ValueError("shifts has one called 'clean', which is what the data without a shift are called")
         if metric.average is not weighted_mean:
             raise ValueError(f"objective {metric.name!r} is no mean over examples, which shifts need; take 'top1'")
-        if max_clean_loss is not None and not max_clean_loss >= 0:
-            raise ValueError(f"max_clean_loss={max_clean_loss} must be 0 or more")
+        if max_clean_drop is not None and not max_clean_drop >= 0:
+            raise ValueError(f"max_clean_drop={max_clean_drop} must be 0 or more")
         self.functions = {name: shift for name, shift in given.items() if callable(shift)}
         self._loaders: dict[str, Any] = {name: data for name, data in given.items() if name not in self.functions}
         if self._loaders and layer_by_layer:
@@ -47,9 +47,9 @@ class ShiftedSets:
         self.metric = metric
         # Which layer is good is seen by a smooth metric.
         self.guide = METRICS["cross_entropy"] if layer_by_layer and metric.name in SHARES else metric
-        self.max_clean_loss = max_clean_loss
+        self.max_clean_drop = max_clean_drop
         share = 100 if metric.name in SHARES else 1
-        self.rule = Rule(metric.higher_is_better, None if max_clean_loss is None else max_clean_loss / share)
+        self.rule = Rule(metric.higher_is_better, None if max_clean_drop is None else max_clean_drop / share)
         self._own: dict[str, Evaluations] = {}
 
     def metrics(self) -> dict[str, Metric]:
@@ -68,7 +68,7 @@ class ShiftedSets:
                 loader,
                 {self.metric.name: self.metric},
                 clean.forward,
-                clean.limit,
+                clean.max_examples,
                 beside,
                 clean.progress,
                 clean.baseline,
@@ -130,7 +130,7 @@ class ShiftedSets:
         }
         mean = self.mean_gain(numbers, result.confidence, seed)
         result.shifts = ShiftEvidence(
-            max_clean_loss=self.max_clean_loss,
+            max_clean_drop=self.max_clean_drop,
             table=[
                 {"alpha": alpha} | {n: held.average(m, held.values[m][alpha]) for n, (held, m) in sets.items()}
                 for alpha in sorted(self._clean.tried())
@@ -151,7 +151,7 @@ class ShiftedSets:
     def allows(self, clean: Gain) -> bool:
         """Whether a cost on the clean data is within the rule."""
         loss = -clean.difference if self.metric.higher_is_better else clean.difference
-        return self.rule.max_clean_loss is None or loss <= self.rule.max_clean_loss
+        return self.rule.max_clean_drop is None or loss <= self.rule.max_clean_drop
 
     def mean_gain(
         self,
@@ -166,7 +166,7 @@ class ShiftedSets:
         Every set counts the same, and an image counts once however many shifted copies of it there are. ``tried`` is
         what was chosen from; None is every single alpha.
         """
-        names = [name for name in self.sets() if name != "clean" or self.max_clean_loss is None]
+        names = [name for name in self.sets() if name != "clean" or self.max_clean_drop is None]
         sets = {name: self.sets()[name] for name in names}
         counts = torch.cat([held.counts[metric] / held.counts[metric].sum() for held, metric in sets.values()])
         units = torch.cat([held.units(metric) for held, metric in sets.values()])

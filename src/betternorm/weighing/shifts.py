@@ -247,12 +247,12 @@ class Rule:
     """How alpha is chosen from its score on clean data and under every shift.
 
     Attributes:
-        max_clean_loss: None: the best mean over the clean data and the shifts, each set counted once. A number: the
+        max_clean_drop: None: the best mean over the clean data and the shifts, each set counted once. A number: the
             best mean over the shifts among the alphas that lose at most so much on clean data.
     """
 
     higher_is_better: bool
-    max_clean_loss: float | None = None
+    max_clean_drop: float | None = None
 
     def choose(self, clean: Mapping[Any, float], shifted: Sequence[Mapping[Any, float]], baseline: float) -> Any:
         """The alpha to set, from the scores by alpha; of equals the one nearest to the network as it was trained.
@@ -268,12 +268,12 @@ class Rule:
         allowed = [
             alpha
             for alpha in sorted(clean, key=distance)
-            if self.max_clean_loss is None or sign * (clean[baseline] - clean[alpha]) <= self.max_clean_loss + 1e-12
+            if self.max_clean_drop is None or sign * (clean[baseline] - clean[alpha]) <= self.max_clean_drop + 1e-12
         ]
         return max(allowed, key=lambda alpha: sign * self.score(alpha, clean, shifted))
 
     def score(self, alpha: Any, clean: Mapping[Any, float], shifted: Sequence[Mapping[Any, float]]) -> float:
         scores = [part[alpha] for part in shifted]
-        if self.max_clean_loss is None:
+        if self.max_clean_drop is None:
             scores.append(clean[alpha])
         return sum(scores) / len(scores)

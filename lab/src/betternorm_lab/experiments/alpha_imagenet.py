@@ -88,7 +88,7 @@ class Curve(Trial):
                 loader,
                 objective=name,
                 grid=self.alphas,
-                limit=self.limit,
+                max_examples=self.limit,
                 resume=folder / "search.pt",
                 progress=runtime.show,
             )

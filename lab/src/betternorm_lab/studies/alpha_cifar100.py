@@ -92,7 +92,7 @@ def measure(network: Callable[[], torch.nn.Module], to_tune: Batches, to_judge: 
     model = network()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UncertainGainWarning)  # the table says it
-        search = tune_alpha(model, to_tune, METRICS, resume=kept, insist=True)
+        search = tune_alpha(model, to_tune, METRICS, resume=kept, require_significant=False)
     settings = {name: search.best[name] for name in ("top1", "cross_entropy", CALIBRATED)}
     # The temperature of the network as trained is fitted on the same images as the others.
     tuned = evaluated(network(), to_tune, [0.0])

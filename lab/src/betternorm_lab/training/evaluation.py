@@ -70,7 +70,7 @@ def tune_for_row(network: nn.Module, loader: Iterable[Any], **options: Any) -> A
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UncertainGainWarning)
         wanted = {"objective": "cross_entropy"} | options
-        return tune_alpha(network, loader, (*JUDGED_BY, CALIBRATED), insist=True, **wanted)
+        return tune_alpha(network, loader, (*JUDGED_BY, CALIBRATED), require_significant=False, **wanted)
 
 
 def _means(
