@@ -5,11 +5,22 @@ from betternorm.conversion import changes, convert, fold, revert
 from betternorm.decay import decay_toward_one, norm_report, param_groups
 from betternorm.integrations.checkpoints import load
 from betternorm.layers import BatchGroupNorm, BatchRenorm, GhostBatchNorm, GroupedBatchNorm
-from betternorm.weighing import AlphaSearch, Metric, calibrate, compare_alpha, get_alpha, set_alpha, tune_alpha
+from betternorm.weighing import (
+    AlphaFit,
+    AlphaSearch,
+    Metric,
+    calibrate,
+    compare_alpha,
+    fit_alpha,
+    get_alpha,
+    set_alpha,
+    tune_alpha,
+)
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AlphaFit",
     "AlphaSearch",
     "BatchGroupNorm",
     "BatchRenorm",
@@ -22,6 +33,7 @@ __all__ = [
     "compare_alpha",
     "convert",
     "decay_toward_one",
+    "fit_alpha",
     "fold",
     "get_alpha",
     "load",

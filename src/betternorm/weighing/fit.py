@@ -30,9 +30,10 @@ from betternorm.weighing.evaluation import SAVE_EVERY, _signature
 from betternorm.weighing.fit_result import STRENGTHS, AlphaFit, judge
 from betternorm.weighing.folds import assign_folds
 from betternorm.weighing.shifted import Shifts
-from betternorm.weighing.shifts import Shift, functions_by_kind
+from betternorm.weighing.shifts import Corruption, Shift, functions_by_kind
 
 PER = ("channel", "layer", "model")
+STEPS = 120  # of Adam, per fit
 FEWEST = 100  # images; with fewer the fit is noise and its evaluation has no power
 RATE = 0.02  # of Adam; it decays to 0
 START = 0.05  # distance of alpha from the baseline before the first step
@@ -48,7 +49,7 @@ def fit_alpha(
     std: float | Sequence[float] | None = None,
     targets: str = "own",
     max_clean_drop: float | None = None,
-    steps: int = 120,
+    steps: int = STEPS,
     batch_size: int = 100,
     folds: int = 3,
     confidence: float = 0.95,
@@ -117,6 +118,9 @@ def fit_alpha(
     work = _working_copy(model)
     layers = tuned_layers(work)
     x, labels = _gather(images, max_examples, device_of(work), targets == "labels")
+    for shift in (shift for levels in kinds.values() for shift in levels):
+        if isinstance(shift, Corruption):
+            shift.check_normalized(x)
     baseline = alpha_as_trained(layers)
     for layer in layers.values():
         layer.alpha = baseline

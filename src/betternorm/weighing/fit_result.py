@@ -81,7 +81,8 @@ class AlphaFit:
         model = model or self._model
         if model is None:
             raise ValueError("this AlphaFit was read from a file and has no model: pass set(strength, model)")
-        set_alpha(model, self.at(strength))
+        alphas = self.at(strength)
+        set_alpha(model, alphas if strength else dict.fromkeys(alphas, self.baseline))
         return replace(self, strength=strength, _model=model)
 
     def __str__(self) -> str:

@@ -128,6 +128,16 @@ class Corruption:
         )
 
 
+    def check_normalized(self, images: Tensor) -> None:
+        """Raise if many images lie between 0 and 1 although a mean was to be subtracted from them."""
+        low, high = (float(bound) for bound in images.aminmax())
+        if low >= 0 and high <= 1 and max(self.mean) > 0:
+            raise ValueError(
+                f"images look unnormalized: they lie between {low:.3g} and {high:.3g}. Normalize them with mean "
+                f"{self.mean} and std {self.std}, or pass mean=0.0, std=1.0 if the model expects pixels from 0 to 1"
+            )
+
+
 def _numbers(given: float | Sequence[float]) -> tuple[float, ...]:
     return (float(given),) if isinstance(given, (int, float)) else tuple(float(number) for number in given)
 

@@ -1,10 +1,10 @@
 """The corruptions of Hendrycks and Dietterich (arXiv:1903.12261) with their published constants, in PyTorch.
 
 Fifteen for evaluation and four for validation, at severities 1 to 5, for images of 32x32 (CIFAR-C) and 224x224
-(ImageNet-C). Written from the published description and constants for batches of images in [0, 1]; three differ in
-detail: water drops of spatter (severities 1 to 3) are a soft threshold instead of Canny edges, the kernels of blurs with
-radius are evaluated in PyTorch instead of OpenCV and ImageMagick, and random numbers are ours. Frost overlays
-photographs, which are read from a folder (ImageNet-C/create_c/frost*.* of the repository hendrycks/robustness).
+(ImageNet-C). Written for batches of images in [0, 1]. What differs in detail: the water drops of spatter (severities 1
+to 3) have no edges by Canny's detector, blurs run in PyTorch instead of OpenCV and ImageMagick, and random numbers are
+others. Frost overlays photographs, which are read from a folder: ImageNet-C/create_c/frost*.* of the public repository
+hendrycks/robustness.
 """
 
 from __future__ import annotations
@@ -99,7 +99,9 @@ def corrupt(pixels: Tensor, name: str, severity: int, seed: int = 0, frost: Path
     """Images (N, 3, H, W) in [0, 1], corrupted and rounded to the 256 values of a file."""
     constants = CONSTANTS[name][pixels.shape[-1] > 64][severity - 1]
     random = torch.Generator().manual_seed(seed + 1000 * (TEST + VALIDATION).index(name) + severity)
-    corrupted = FUNCTIONS[name](pixels, constants, random) if name != "frost" else _frost(pixels, constants, random, frost)
+    corrupted = (
+        FUNCTIONS[name](pixels, constants, random) if name != "frost" else _frost(pixels, constants, random, frost)
+    )
     return (corrupted.clamp(0, 1) * 255).floor() / 255
 
 
@@ -350,7 +352,9 @@ def _elastic_transform(x: Tensor, constants: tuple[float, float, float], random:
     reach, sigma, affine = constants
     side = x.shape[-1]
     center, arm = side // 2, side // 3
-    corners = torch.tensor([[center + arm, center + arm], [center + arm, center - arm], [center - arm, center - arm]]).float()
+    corners = torch.tensor(
+        [[center + arm, center + arm], [center + arm, center - arm], [center - arm, center - arm]]
+    ).float()
     moved = corners + (torch.rand(len(x), 3, 2, generator=random) * 2 - 1) * affine
     # From places (x, y, 1) in the result to places in the image: the inverse of the map from corners to moved.
     ones = torch.ones(len(x), 3, 1)
