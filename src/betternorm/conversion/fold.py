@@ -21,6 +21,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from betternorm.conversion.convert import Change, Changes, _called, _describe, _refuse_wrapped
 from betternorm.layers import BatchRenorm, GroupedBatchNorm
+from betternorm.layers.checks import alpha_text
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -123,8 +124,8 @@ class FoldedIntoLinear(Folded):
 def _stays(norm: _BatchNorm) -> str | None:
     """Why a layer is not to be folded at all."""
     if isinstance(norm, GroupedBatchNorm):
-        if norm.alpha != 0:
-            return f"it has alpha {norm.alpha:.4g}"
+        if not norm._alpha_is(0):
+            return f"it has alpha {alpha_text(norm.alpha)}"
         if norm.channels_per_group > 1:
             return f"it has groups of {norm.channels_per_group} channels"
     return None

@@ -29,7 +29,8 @@ from betternorm.weighing.evidence import Gain, gain_between
 from betternorm.weighing.metrics import Metric
 from betternorm.weighing.shifts import Shift
 
-Setting = float | tuple[float, ...]  # one alpha for all layers, or one for each
+# One alpha for all layers, or one for each, which may be a tuple with one value per channel.
+Setting = float | tuple[Any, ...]
 
 _UNDER = " under shift "
 
