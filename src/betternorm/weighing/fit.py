@@ -296,7 +296,7 @@ class _Fit:
         generator = torch.Generator().manual_seed(self.seed)
         size = min(self.batch_size, len(rows))
         orders = [torch.randperm(len(rows), generator=generator) for _ in range(-(-steps * size // len(rows)))]
-        return rows[torch.cat(orders)[: steps * size]].split(size)
+        return list(rows[torch.cat(orders)[: steps * size]].split(size))
 
     def _gradient(self, parameters: Tensor, batch: Tensor, kinds: Sequence[str], step: int) -> Tensor:
         """Of the cross-entropy to the targets; the second half of the batch is corrupted, each kind a part of it."""

@@ -127,7 +127,6 @@ class Corruption:
             else torch.contiguous_format
         )
 
-
     def check_normalized(self, images: Tensor) -> None:
         """Raise if many images lie between 0 and 1 although a mean was to be subtracted from them."""
         low, high = (float(bound) for bound in images.aminmax())

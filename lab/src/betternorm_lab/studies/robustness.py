@@ -9,7 +9,6 @@ Alphas are fitted without labels on one part of the test images and evaluated on
 from __future__ import annotations
 
 import argparse
-import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,21 +20,22 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from betternorm_lab.data.common_corruptions import TEST, VALIDATION, corrupt
+from betternorm_lab.models.cifar_resnets import MEAN, STD, CifarResNet
+from betternorm_lab.models.published import GroupNormResNet26, MobileNetV2
 from torch import Tensor, nn
 
 import betternorm
 from betternorm.integrations.checkpoints import load_checkpoint
 from betternorm.weighing.alpha import set_alpha, weighed_layers
 from betternorm.weighing.shifts import KINDS, Shift, corruptions
-from betternorm_lab.data.common_corruptions import TEST, VALIDATION, corrupt
-from betternorm_lab.models.cifar_resnets import MEAN, STD, CifarResNet
-from betternorm_lab.models.published import GroupNormResNet26, MobileNetV2
 
 SEVERITY = 3  # of the built-in corruptions in the evaluation
 STRENGTHS = (0.125, 0.25, 0.375, 0.5, 0.75, 1.0)
 SINGLE = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3)  # candidates for one alpha in the whole model
 LEVELS = {"speckle_noise": (1, 3, 5), "gaussian_blur": (1, 3, 5), "spatter": (4, 5), "saturate": (1, 3, 5)}
 FOLDS = 3
+TUNE = 100  # images, under every validation corruption, for the methods with one alpha
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,11 @@ class Network:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     split: str = "test"
-    fit: int = 1000  # images
-    judge: int = 1000
+    fit: int = 300  # images
+    judge: int = 500
     batch_size: int = 100
-    few: int | None = None  # a second fit on so many images
+    steps: int = 120
+    many: int | None = None  # a second fit on so many images
 
 
 def _checkpoint(build: Callable[[], nn.Module], file: str, weights: Path) -> nn.Module:
@@ -74,13 +75,18 @@ def _cifar100(depth: int, **options: Any) -> Network:
 
 
 NETWORKS: dict[str, Network] = {
-    "ResNet-20": _cifar100(20, fit=2000, few=300),
+    "ResNet-20": _cifar100(20, judge=1000, many=2000),
     "MobileNetV2": Network(
         partial(_checkpoint, MobileNetV2, "mobilenet_v2-b0353104.pth"),
-        "imagenet", *IMAGENET, split="val", fit=400, judge=400, batch_size=24,
-    ),  # fmt: skip
+        "imagenet",
+        *IMAGENET,
+        split="val",
+        judge=300,
+        batch_size=24,
+        steps=80,
+    ),
     "ResNet-32": _cifar100(32),
-    "ResNet-8": _cifar100(8, few=300),
+    "ResNet-8": _cifar100(8, many=2000),
     "ResNet-14": _cifar100(14),
     "ResNet-26": _cifar100(26),
     "ResNet-20, CIFAR-10": Network(
@@ -125,9 +131,17 @@ def converted(network: Network, weights: Path) -> nn.Module:
     return model.to(memory_format=torch.channels_last)
 
 
+def logits(model: nn.Module, images: Tensor) -> Tensor:
+    """Convolutions in bfloat16, which takes half the time."""
+    with torch.autocast("cpu", torch.bfloat16):
+        output: Tensor = model(images)
+    return output.float()
+
+
 def right(model: nn.Module, images: Tensor, labels: Tensor, size: int) -> np.ndarray:
     with torch.inference_mode():
-        return torch.cat([model(x).argmax(1) == y for x, y in zip(images.split(size), labels.split(size))]).numpy()  # noqa: B905
+        answers = [logits(model, x).argmax(1) for x in images.split(size)]
+    return (torch.cat(answers) == labels).numpy()
 
 
 # ---- built-in corruptions, every kind evaluated with alphas fitted without it ----
@@ -141,14 +155,13 @@ def fit_files(model: nn.Module, part: Part, network: Network, file: Path, **opti
             warnings.simplefilter("ignore")
             results[str(drop)] = betternorm.fit_alpha(
                 model, part.images, max_clean_drop=drop, batch_size=network.batch_size, max_examples=None,
-                folds=FOLDS, require_significant=False, resume=file, **options,
+                folds=FOLDS, steps=network.steps, require_significant=False, resume=file, forward=logits, **options,
             )  # fmt: skip
     return results
 
 
 def measure_builtin(name: str, network: Network, images: int, arguments: argparse.Namespace) -> dict[str, np.ndarray]:
-    fitted, judged = parts(network, arguments.data, network.fit, network.judge)
-    fitted = Part(fitted.pixels[:images], fitted.labels[:images], fitted.mean, fitted.std)
+    judged, fitted = parts(network, arguments.data, network.judge, images)
     model = converted(network, arguments.weights)
     file = arguments.work / f"builtin-{name}-{images}.pt"
     results = fit_files(model, fitted, network, file, mean=network.mean, std=network.std, progress=arguments.progress)
@@ -196,9 +209,8 @@ def validation_shifts(network: Network) -> dict[str, Shift]:
 
 
 def measure_common(name: str, network: Network, arguments: argparse.Namespace) -> dict[str, np.ndarray]:
-    count, size = min(network.fit, 1000), network.batch_size
-    fitted, judged = parts(network, arguments.data, network.fit, min(network.judge, arguments.judge_common))
-    fitted = Part(fitted.pixels[:count], fitted.labels[:count], fitted.mean, fitted.std)
+    size = network.batch_size
+    judged, fitted = parts(network, arguments.data, network.judge, network.fit)
     model = converted(network, arguments.weights)
     shifts = validation_shifts(network)
     options = {"shifts": shifts, "progress": arguments.progress}
@@ -217,13 +229,13 @@ def measure_common(name: str, network: Network, arguments: argparse.Namespace) -
         methods[f"channel, strength {strength}"] = partial(_alpha, model, _scaled(channel, strength))
     methods["per layer"] = partial(_alpha, model, _scaled(layer, layer.chosen))
     if baseline == 0:
-        trained = _affine(model, fitted, shifts, size)
+        trained = _affine(model, fitted, shifts, size, network.steps)
         methods["gamma and beta"] = partial(_parameters, model, trained, 1.0)
         methods["gamma and beta, half"] = partial(_parameters, model, trained, 0.5)
         for alpha in (1 / 17, 0.1):
             methods[f"linear {alpha:.4f}"] = partial(changed, model, mixed_linearly(alpha))
     # One alpha for the model: by the mean over clean images and the validation corruptions, with labels.
-    few = slice(0, min(count, 300))
+    few = slice(0, TUNE)
     tuning = [fitted.images[few], *(shift(fitted.images[few]) for shift in shifts.values())]
     ways: dict[str, Callable[[float], Any]] = {"one alpha": lambda a: partial(_alpha, model, abs(baseline - a))}
     if baseline == 0:
@@ -237,7 +249,7 @@ def measure_common(name: str, network: Network, arguments: argparse.Namespace) -
         found[f"chosen|{way}"] = np.array(best)
         methods[way] = at(best)
     by_class = torch.argsort(judged.labels, stable=True)
-    for place, corruption in enumerate(("clean", *TEST)):
+    for corruption in ("clean", *TEST):
         pixels = judged.pixels
         if corruption != "clean":
             pixels = torch.cat([
@@ -322,12 +334,12 @@ def _gamma_and_beta(model: nn.Module) -> list[Tensor]:
 
 
 def _affine(
-    model: nn.Module, part: Part, shifts: Mapping[str, Shift], size: int, steps: int = 120, rate: float = 0.01
+    model: nn.Module, part: Part, shifts: Mapping[str, Shift], size: int, steps: int, rate: float = 0.01
 ) -> list[Tensor]:
     """The natural baseline: gamma and beta fitted instead of alpha, with the same loss, batches and optimizer."""
     set_alpha(model, 0.0)
     with torch.inference_mode():
-        own = torch.cat([model(x).softmax(1) for x in part.images.split(size)])
+        own = torch.cat([logits(model, x).softmax(1) for x in part.images.split(size)])
     parameters = _gamma_and_beta(model)
     before = [parameter.detach().clone() for parameter in parameters]
     optimizer = torch.optim.Adam(parameters, lr=rate)
@@ -342,7 +354,7 @@ def _affine(
         pieces = [part.images[clean]]
         for k, few in enumerate(corrupted.tensor_split(4)):
             pieces.append(functions[(step * 4 + k) % len(functions)](part.images[few]))
-        loss = F.cross_entropy(model(torch.cat(pieces)), own[rows].clone())
+        loss = F.cross_entropy(logits(model, torch.cat(pieces)), own[rows].clone())
         for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
             parameter.grad = gradient
         optimizer.step()
@@ -362,7 +374,7 @@ def jobs(names: Iterable[str], arguments: argparse.Namespace) -> dict[str, Calla
     found: dict[str, Callable[[], dict[str, np.ndarray]]] = {}
     for name in names:
         network = NETWORKS[name]
-        for images in (network.fit, network.few):
+        for images in (network.fit, network.many):
             if images:
                 found[f"builtin-{name}-{images}"] = partial(measure_builtin, name, network, images, arguments)
         found[f"common-{name}"] = partial(measure_common, name, network, arguments)
@@ -377,7 +389,6 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("/tmp/robustness"), help="where what is measured is kept")
     parser.add_argument("--only", nargs="*", default=list(NETWORKS), help="names of networks")
     parser.add_argument("--what", choices=["builtin", "common"], help="one of the two measurements")
-    parser.add_argument("--judge-common", type=int, default=1000, help="images for the fifteen corruptions")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--progress", action="store_true")
     arguments = parser.parse_args()
