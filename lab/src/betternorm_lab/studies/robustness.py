@@ -9,6 +9,8 @@ Alphas are fitted without labels on one part of the test images and evaluated on
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +30,7 @@ from torch import Tensor, nn
 import betternorm
 from betternorm.integrations.checkpoints import load_checkpoint
 from betternorm.weighing.alpha import set_alpha, weighed_layers
+from betternorm.weighing.fit_result import judge
 from betternorm.weighing.shifts import KINDS, Shift, corruptions
 
 SEVERITY = 3  # of the built-in corruptions in the evaluation
@@ -366,6 +369,415 @@ def _affine(
     return fitted
 
 
+# ---- a natural shift: photographs to paintings, cartoons and sketches ----
+
+
+def measure_natural(arguments: argparse.Namespace) -> dict[str, Any]:
+    """MobileNetV2 with a linear classifier trained on the photographs of PACS; alpha is fitted on photographs too."""
+    network = NETWORKS["MobileNetV2"]
+    model = MobileNetV2()
+    load_checkpoint(model, arguments.weights / "mobilenet_v2-b0353104.pth")
+    model = betternorm.convert(model, "weighed").eval().requires_grad_(False).to(memory_format=torch.channels_last)
+    mean, std = (torch.tensor(numbers).view(-1, 1, 1) for numbers in (network.mean, network.std))
+    domains: dict[str, Part] = {}
+    with np.load(arguments.data / "pacs.npz") as file:
+        for domain in ("photo", "art_painting", "cartoon", "sketch"):
+            labels = torch.from_numpy(file[f"{domain}_labels"]).long()
+            order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+            rows = order if domain == "photo" else order[:600]
+            pixels = torch.from_numpy(file[f"{domain}_images"][rows.numpy()]).permute(0, 3, 1, 2).float() / 255
+            domains[domain] = Part(pixels, labels[rows], mean, std)
+    photos = domains["photo"]
+    half = len(photos.labels) // 2
+    model.classifier = nn.Identity()
+    with torch.inference_mode():
+        features = torch.cat([logits(model, x) for x in photos.images[:half].split(100)]).clone()
+    head = nn.Linear(1280, 7)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=0.003, weight_decay=0.01)
+    for _ in range(200):
+        optimizer.zero_grad()
+        F.cross_entropy(head(features), photos.labels[:half]).backward()
+        optimizer.step()
+    model.classifier = head.requires_grad_(False)
+    domains["photo"] = Part(photos.pixels[half:], photos.labels[half:], mean, std)
+    file = arguments.work / "natural.pt"
+    fitted = Part(photos.pixels[:300], photos.labels[:300], mean, std)
+    results = fit_files(model, fitted, network, file, mean=network.mean, std=network.std, progress=arguments.progress)
+    right_at = {}
+    for strength in (0.0, *STRENGTHS):
+        set_alpha(model, _scaled(results["None"], strength) if strength else 0.0)
+        for domain, part in domains.items():
+            right_at[domain, strength] = right(model, part.images, part.labels, 100)
+    for alpha in (1 / 17, 0.1):
+        with changed(model, mixed_linearly(alpha)):
+            for domain, part in domains.items():
+                right_at[domain, f"linear {alpha:.4f}"] = right(model, part.images, part.labels, 100)
+    settings = {"best mean": results["None"].chosen, "0.5": results["0.5"].chosen}
+    settings |= {"strength 1": 1.0, "linear 0.1000": "linear 0.1000", "linear 0.0588": "linear 0.0588"}
+    rows = {
+        domain: {"images": len(part.labels), "baseline": 100 * float(right_at[domain, 0.0].mean())}
+        | {name: change(right_at[domain, 0.0], right_at[domain, setting]) for name, setting in settings.items()}
+        for domain, part in domains.items()
+    }
+    return {"settings": settings, "rows": rows}
+
+
+def natural_table(natural: Mapping[str, Any]) -> str:
+    names = {
+        "best mean": "alpha per channel, best mean", "0.5": "estimated clean drop at most 0.5",
+        "strength 1": "strength 1", "linear 0.1000": "alpha-BN, 0.1", "linear 0.0588": "1/17",
+    }  # fmt: skip
+    lines = [
+        "MobileNetV2 from ImageNet with a linear classifier trained on half of the photographs of PACS. Alphas are",
+        "fitted on 300 of these, without labels, under the built-in corruptions. Chosen strengths: best mean "
+        f"{natural['settings']['best mean']:g}, drop at most 0.5 {natural['settings']['0.5']:g}.",
+        "",
+        "| images | n | baseline | " + " | ".join(names.values()) + " |",
+        "| --- | ---: | ---: " + "| --- " * len(names) + "|",
+    ]
+    for domain, row in natural["rows"].items():
+        cells = [_cell(row[name]) for name in names]
+        words = domain.replace("_", " ")
+        lines.append(f"| {words} | {row['images']} | {row['baseline']:.1f} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+# ---- gains found where there are none ----
+
+
+def false_findings(runs: int, images: int = 300, classes: int = 10) -> dict[str, float]:
+    """How often a gain is significant if in truth no strength is better: a stand-in for the model's predictions.
+
+    Logits of a corrupted image are those of the clean one plus noise that turns with the strength and has the same
+    distribution at every strength. Labels are drawn from the baseline's probabilities.
+    """
+    found = {}
+    for targets in ("own", "labels"):
+        hits = 0
+        for seed in range(runs):
+            random = torch.Generator().manual_seed(seed)
+            clean = 2 * torch.randn(images, classes, generator=random)
+            own, keys = clean.softmax(1), torch.arange(images)
+            labels = torch.multinomial(own, 1, generator=random)[:, 0]
+            values: dict[str, dict[float, Tensor]] = {}
+            for place, name in enumerate(("clean", *KINDS)):
+                first, second = 1.5 * torch.randn(2, images, classes, generator=random)
+                values[name] = {}
+                for strength in (0.0, *STRENGTHS):
+                    turned = first * math.cos(strength) + second * math.sin(strength)
+                    predicted = (clean if name == "clean" else clean + turned).argmax(1)
+                    score = predicted == labels if targets == "labels" else own.gather(1, predicted[:, None])[:, 0]
+                    evaluated = (keys % FOLDS == place % FOLDS) | (name == "clean")
+                    values[name][strength] = torch.where(evaluated, score.double(), torch.nan)
+            hits += judge(values, keys, {}, 0.0, targets, None, 0.95, seed).significant
+        found[targets] = hits / runs
+    return found
+
+
+# ---- the page ----
+
+Values = Mapping[str, np.ndarray]
+
+
+def change(before: np.ndarray, after: np.ndarray) -> tuple[float, float, float]:
+    """Of top-1 in points, with its paired 95 % interval; rows are sets of the same images."""
+    difference = 100 * (np.atleast_2d(after).astype(float) - np.atleast_2d(before)).mean(0)
+    half = 1.96 * difference.std(ddof=1) / math.sqrt(len(difference))
+    return float(difference.mean()), float(difference.mean() - half), float(difference.mean() + half)
+
+
+def builtin_rows(name: str, images: int, values: Values) -> dict[str, Any]:
+    """Clean and corrupted accuracy along the strength curve, and at the strengths that the rules chose."""
+    clean = {s: np.mean([values[f"clean{fold}|{s}"] for fold in range(FOLDS)], 0) for s in (0.0, *STRENGTHS)}
+    corrupted = {s: np.stack([values[f"{kind}|{s}"] for kind in KINDS]) for s in (0.0, *STRENGTHS)}
+    curve = [
+        {
+            "strength": s,
+            "clean": 100 * float(clean[s].mean()),
+            "corrupted": 100 * float(corrupted[s].mean()),
+            "clean change": change(clean[0.0], clean[s]),
+            "corrupted change": change(corrupted[0.0], corrupted[s]),
+            "estimated clean change": 100 * float(values[f"estimate|{s}"][0] - values["estimate|0.0"][0]),
+            "by kind": {kind: 100 * float(values[f"{kind}|{s}"].mean()) for kind in KINDS},
+        }
+        for s in (0.0, *STRENGTHS)
+    ]
+    chosen = {rule: float(values[f"chosen|{rule}"]) for rule in ("None", "0.5", "3.0")}
+    return {"network": name, "images": images, "judged on": clean[0.0].size, "chosen": chosen, "curve": curve}
+
+
+def common_rows(name: str, values: Values) -> dict[str, Any]:
+    methods = [key.removesuffix("|clean") for key in values if key.endswith("|clean")]
+    stacked = {m: np.stack([values[f"{m}|{corruption}"] for corruption in TEST]) for m in methods}
+    errors = {m: 1 - stacked[m].mean(1) for m in methods}
+    rows = {
+        method: {
+            "clean": 100 * float(values[f"{method}|clean"].mean()),
+            "corrupted": 100 * float(stacked[method].mean()),
+            "clean change": change(values["baseline|clean"], values[f"{method}|clean"]),
+            "corrupted change": change(stacked["baseline"], stacked[method]),
+            "relative error": 100 * float((errors[method] / errors["baseline"]).mean()),
+            "by corruption": {c: 100 * float(values[f"{method}|{c}"].mean()) for c in TEST},
+        }
+        for method in methods
+    }
+    chosen = {key.removeprefix("chosen|"): float(values[key]) for key in values if key.startswith("chosen|")}
+    # Against one linear alpha, at the largest strength with at least its clean accuracy.
+    against = {}
+    for method in (m for m in methods if m.startswith("linear")):
+        allowed = [s for s in STRENGTHS if rows[f"channel, strength {s}"]["clean"] >= rows[method]["clean"]]
+        own = f"channel, strength {max(allowed)}" if allowed else "baseline"
+        against[method] = {"method": own, "difference": change(stacked[method], stacked[own])}
+    mixing = change(stacked["one alpha"], stacked["linear, tuned"]) if "linear, tuned" in methods else None
+    judged = values["baseline|clean"].size
+    return {"network": name, "judged on": judged, "chosen": chosen, "rows": rows, "against": against, "mixing": mixing}
+
+
+def results_of(work: Path) -> dict[str, Any]:
+    """Everything that has been measured so far."""
+    found: dict[str, Any] = {"builtin": [], "common": []}
+    for name, network in NETWORKS.items():
+        for images in (network.fit, network.many):
+            file = work / f"builtin-{name}-{images}.npz"
+            if images and file.exists():
+                with np.load(file) as values:
+                    found["builtin"].append(builtin_rows(name, images, dict(values)))
+        file = work / f"common-{name}.npz"
+        if file.exists():
+            with np.load(file) as values:
+                found["common"].append(common_rows(name, dict(values)))
+    for extra in ("false", "natural"):
+        if (work / f"{extra}.json").exists():
+            found[extra] = json.loads((work / f"{extra}.json").read_text())
+    return found
+
+
+def _cell(gain: Sequence[float]) -> str:
+    return f"{gain[0]:+.1f} ({gain[1]:+.1f} to {gain[2]:+.1f})"
+
+
+def builtin_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    lines = [
+        "| network | images to fit | clean, corrupted: baseline | best mean: clean | corrupted | estimated clean drop "
+        "at most 0.5: clean | corrupted | on the curve at a clean drop of at most 0.5: corrupted | at most 3 |",
+        "| --- | ---: | --- | --- | --- | --- | --- | ---: | ---: |",
+    ]
+    for row in rows:
+        at = {point["strength"]: point for point in row["curve"]}
+        cells = []
+        for rule in ("None", "0.5"):
+            point = at[row["chosen"][rule]]
+            cells.append(f"{_cell(point['clean change'])} at {point['strength']:g}")
+            cells.append(_cell(point["corrupted change"]))
+        for most in (0.5, 3.0):
+            allowed = [point for point in row["curve"] if point["clean change"][0] >= -most]
+            cells.append(f"{max(point['corrupted change'][0] for point in allowed):+.1f}")
+        base = f"{at[0.0]['clean']:.1f}, {at[0.0]['corrupted']:.1f}"
+        lines.append(f"| {row['network']} | {row['images']} | {base} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def estimate_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    lines = [
+        "| network | images | " + " | ".join(f"strength {s:g}" for s in STRENGTHS) + " |",
+        "| --- | ---: " + "| --- " * len(STRENGTHS) + "|",
+    ]
+    for row in rows:
+        cells = [
+            f"{point['estimated clean change']:+.1f} / {point['clean change'][0]:+.1f}"
+            for point in row["curve"]
+            if point["strength"]
+        ]
+        lines.append(f"| {row['network']} | {row['images']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+METHODS = {
+    "baseline": "baseline",
+    "best mean": "**alpha per channel, best mean**",
+    "0.5": "**alpha per channel, estimated clean drop at most 0.5**",
+    "per layer": "alpha per layer, best mean",
+    "one alpha": "one alpha, tuned with labels",
+    "linear, tuned": "one alpha, linear mixing (alpha-BN), tuned with labels",
+    "linear 0.1000": "alpha-BN at 0.1",
+    "linear 0.0588": "single-point BN, 1/17",
+    "gamma and beta": "gamma and beta fitted instead",
+    "gamma and beta, half": "gamma and beta, half of the way",
+    "batch of 64": "batch statistics, 64 random images",
+    "batch of one class": "batch statistics, images of one class",
+}
+
+
+def common_table(result: Mapping[str, Any]) -> str:
+    rows, chosen = result["rows"], result["chosen"]
+    keys = {"best mean": chosen["channel|None"], "0.5": chosen["channel|0.5"]}
+    lines = [
+        "| method | clean | mean of the fifteen | change, clean | change, corrupted | error relative to the baseline |",
+        "| --- | ---: | ---: | --- | --- | ---: |",
+    ]
+    for method, words in METHODS.items():
+        key = method
+        if method in keys:
+            key = f"channel, strength {keys[method]}" if keys[method] else "baseline"
+            words += f" (strength {keys[method]:g})"
+        elif method in ("one alpha", "linear, tuned") and method in chosen:
+            words += f" ({chosen[method]:g})"
+        if key in rows:
+            row = rows[key]
+            changes = f"{_cell(row['clean change'])} | {_cell(row['corrupted change'])}"
+            lines.append(
+                f"| {words} | {row['clean']:.1f} | {row['corrupted']:.1f} | {changes} | {row['relative error']:.1f} % |"
+            )
+    return "\n".join(lines)
+
+
+def against_table(results: Sequence[Mapping[str, Any]]) -> str:
+    names = {"linear 0.1000": "alpha-BN, 0.1", "linear 0.0588": "1/17"}
+    lines = [
+        "| network | " + " | ".join(f"against {words}" for words in names.values())
+        + " | linear mixing minus second moments, each at its own best alpha |",
+        "| --- | --- | --- | --- |",
+    ]  # fmt: skip
+    for result in results:
+        if result["mixing"] is not None:
+            cells = [_cell(result["against"][method]["difference"]) for method in names]
+            lines.append(f"| {result['network']} | {' | '.join(cells)} | {_cell(result['mixing'])} |")
+    return "\n".join(lines)
+
+
+def by_corruption_table(result: Mapping[str, Any]) -> str:
+    rows, chosen = result["rows"], result["chosen"]
+    keys = ["baseline", f"channel, strength {chosen['channel|None']}", "linear 0.1000", "batch of 64"]
+    keys = [key for key in keys if key in rows]
+    lines = ["| corruption | " + " | ".join(keys) + " |", "| --- " + "| ---: " * len(keys) + "|"]
+    for corruption in TEST:
+        cells = [f"{rows[key]['by corruption'][corruption]:.1f}" for key in keys]
+        lines.append(f"| {corruption.replace('_', ' ')} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def figure(results: Mapping[str, Any], path: Path) -> None:
+    """Strength curves: what clean images lose and corrupted ones gain."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    matplotlib.rcParams["svg.hashsalt"] = "betternorm"  # the same file from the same numbers
+    drawing = Figure(figsize=(10, 4), layout="constrained")
+    left, right = drawing.subplots(1, 2)
+    colors = ("#1b7f4d", "#c1440e", "#33628d", "#8a5a9e", "#b8860b", "#444444")
+    for color, row in zip(colors, [row for row in results["builtin"] if row["images"] < 1000], strict=False):
+        across = [point["clean change"][0] for point in row["curve"]]
+        up = [point["corrupted change"][0] for point in row["curve"]]
+        left.plot(across, up, marker="o", markersize=3.5, color=color, label=row["network"])
+    left.set_title("built-in corruptions, none of them fitted", fontsize=10)
+    for color, result in zip(colors, results["common"], strict=False):
+        rows = result["rows"]
+        points = [rows["baseline"], *(rows[f"channel, strength {s}"] for s in STRENGTHS)]
+        across, up = ([point[key][0] for point in points] for key in ("clean change", "corrupted change"))
+        right.plot(across, up, marker="o", markersize=3.5, color=color, label=result["network"])
+        for method, mark in (("linear 0.1000", "x"), ("one alpha", "+"), ("gamma and beta", "^")):
+            if method in rows:
+                point = rows[method]
+                right.plot(point["clean change"][0], point["corrupted change"][0], mark, color=color, markersize=6)
+    for mark, words in (("x", "alpha-BN, 0.1"), ("+", "one alpha, tuned"), ("^", "gamma and beta")):
+        right.plot([], [], mark, color="#777777", label=words)
+    right.set_title("the fifteen corruptions at severity 5", fontsize=10)
+    for axes in (left, right):
+        axes.axhline(0, color="#bbbbbb", linewidth=0.8)
+        axes.axvline(0, color="#bbbbbb", linewidth=0.8)
+        axes.set_xlabel("change on clean images, points")
+        axes.set_ylabel("change on corrupted images, points")
+        axes.legend(fontsize=7, frameon=False)
+    drawing.savefig(path, metadata={"Date": None})
+
+
+def write_page(results: Mapping[str, Any], out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "robustness.json").write_text(json.dumps(results, indent=1) + "\n")
+    natural, false = results.get("natural"), results.get("false")
+    text = PAGE.format(
+        builtin=builtin_table(results["builtin"]),
+        estimates=estimate_table(results["builtin"]),
+        common="\n\n".join(
+            f"### {result['network']}\n\n{result['judged on']} images.\n\n{common_table(result)}"
+            for result in results["common"]
+        ),
+        against=against_table(results["common"]),
+        by_corruption="\n\n".join(
+            f"### {result['network']}\n\n{by_corruption_table(result)}" for result in results["common"]
+        ),
+        natural="Not measured yet." if natural is None else natural_table(natural),
+        false="" if false is None else FALSE.format(**{name: 100 * rate for name, rate in false.items()}),
+    )
+    (out / "robustness.md").write_text(text)
+    figure(results, out / "robustness.svg")
+
+
+FALSE = """\
+How often is a gain called significant where there is none? For a stand-in whose predictions are equally good at every
+strength in truth, 1,000 runs of 300 images: {own:.1f} % without labels, {labels:.1f} % with labels (limit 5 %).
+"""
+
+PAGE = """\
+# Robustness of pretrained models with alpha per channel
+
+`fit_alpha` fits one alpha per channel on a few hundred unlabeled images. All weights stay as they are, and at inference
+each image is processed independently (batch size 1, no state). Top-1 in per cent; changes in points with paired 95 %
+intervals over images.
+
+    python -m betternorm_lab.studies.robustness --data DATA --weights WEIGHTS
+
+![What clean images lose and corrupted images gain along the strength curve](robustness.svg)
+
+## Built-in corruptions that were not fitted
+
+Noise, blur, contrast, brightness, fog and compression at severity 3. Each is evaluated with alphas fitted without it:
+three fits per network, each without two of the six kinds, and on other images than the evaluation. No labels are used
+to fit, nor to choose the strength. The last two columns are the best point of the curve within that clean drop,
+measured with the labels of the evaluation images.
+
+{builtin}
+
+The rule sees no labels. It estimates clean accuracy as the mean probability that the baseline assigns to the class now
+predicted. Estimated and measured change on clean images:
+
+{estimates}
+
+{false}
+## The fifteen corruptions of Hendrycks and Dietterich
+
+The protocol of the field: alphas and strength are chosen on 300 images under the four validation corruptions (speckle
+noise, gaussian blur, spatter, saturate), and evaluated on other images under the fifteen test corruptions at severity
+5, with the published constants. The methods with one alpha choose it with labels, from 0, 0.02, 0.05, 0.1, 0.15, 0.2
+and 0.3, on 100 images under the validation corruptions.
+
+{common}
+
+Alpha per channel against one linearly mixed alpha at equal clean accuracy (the largest strength with at least the clean
+accuracy of the other method), mean of the fifteen; and the two ways to mix variances, one alpha for the model:
+
+{against}
+
+## A natural shift
+
+{natural}
+
+## By corruption
+
+{by_corruption}
+
+## How it was measured
+
+- Two cores shared with other work bound the number of images and networks. Convolutions ran in bfloat16 (autocast), for
+  the baseline and every method alike. Severities 1 to 4, the WRNs, the lab's own models and ESPNet were not measured.
+- The corruptions are our own code with the published constants for 32x32 and 224x224. Frost overlays the photographs of
+  the public repository hendrycks/robustness. `fit_alpha` used severities 1, 3 and 5 of the validation corruptions
+  (spatter: 4 and 5, which are mud).
+- MobileNetV2: 80 steps of 24 images per fit; the others 120 steps of 100.
+- Images of one class: batches of ten images sorted by class.
+"""
+
+
 # ---- running ----
 
 
@@ -388,7 +800,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
     parser.add_argument("--work", type=Path, default=Path("/tmp/robustness"), help="where what is measured is kept")
     parser.add_argument("--only", nargs="*", default=list(NETWORKS), help="names of networks")
-    parser.add_argument("--what", choices=["builtin", "common"], help="one of the two measurements")
+    parser.add_argument("--what", choices=["builtin", "common", "natural", "false", "page"], help="only this")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--progress", action="store_true")
     arguments = parser.parse_args()
@@ -398,6 +810,14 @@ def main() -> None:
         kept = arguments.work / f"{file}.npz"
         if not kept.exists() and (arguments.what is None or file.startswith(arguments.what)):
             np.savez_compressed(kept, **measure())
+    for name, measure_one in (
+        ("natural", partial(measure_natural, arguments)),
+        ("false", partial(false_findings, 1000)),
+    ):
+        kept = arguments.work / f"{name}.json"
+        if not kept.exists() and arguments.what in (None, name):
+            kept.write_text(json.dumps(measure_one(), indent=1))
+    write_page(results_of(arguments.work), arguments.out)
 
 
 if __name__ == "__main__":
