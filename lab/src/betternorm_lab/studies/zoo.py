@@ -20,6 +20,7 @@ import argparse
 import copy
 import itertools
 import json
+import re
 import sys
 import time
 import warnings
@@ -55,25 +56,21 @@ def main() -> int:
     warnings.simplefilter("ignore")
     ready()
     rows = json.loads(arguments.json.read_text()) if arguments.json and arguments.json.exists() else []
-    outlines = {row["name"]: row for row in rows}
-    names = [name for name in architectures() if family(name).startswith(arguments.family)]
-    with Bar("sizes", len(names)) as bar:
-        for name in names:
-            if name not in outlines:
-                outlines[name] = outline(name)
-            bar.advance()
-    todo = [name for name in in_turns(outlines) if "finding" not in outlines[name]][: arguments.limit]
-    save(arguments.json, outlines)
+    results_by_name = {row["name"]: row for row in rows}
+    names = in_turns([name for name in architectures() if family(name).startswith(arguments.family)])
+    todo = [name for name in names if name not in results_by_name][: arguments.limit]
     with Bar("zoo", len(todo)) as bar:
         for name in todo:
             started = time.monotonic()
-            outlines[name] |= checked(name)
-            outlines[name]["seconds"] = round(time.monotonic() - started, 1)
-            save(arguments.json, outlines)
+            row = outline(name)
+            row |= {} if "finding" in row else checked(name)
+            results_by_name[name] = row | {"seconds": round(time.monotonic() - started, 1)}
+            save(arguments.json, results_by_name)
             bar.advance(note=name)
+    rows = list(results_by_name.values())
     if arguments.page:
-        arguments.page.write_text(page(list(outlines.values())))
-    return report(list(outlines.values()))
+        arguments.page.write_text(page(rows, names))
+    return report(rows)
 
 
 def save(path: Path | None, rows: dict[str, dict[str, Any]]) -> None:
@@ -132,13 +129,24 @@ def outline(name: str) -> dict[str, Any]:
     return row
 
 
-def in_turns(rows: dict[str, dict[str, Any]]) -> list[str]:
-    """One model of each family after the other, from small to large."""
+def in_turns(names: list[str]) -> list[str]:
+    """One model of each family after the other, small ones first as far as the names tell."""
     families: dict[str, list[str]] = {}
-    for name, row in sorted(rows.items(), key=lambda item: item[1]["parameters"]):
-        families.setdefault(row["family"], []).append(name)
+    for name in sorted(names, key=size_by_name):
+        families.setdefault(family(name), []).append(name)
     turns = itertools.zip_longest(*families.values())
     return [name for turn in turns for name in turn if name is not None]
+
+
+SIZES = ("test", "atto", "femto", "pico", "nano", "xxs", "xxt", "tiny", "t", "xs", "n", "s", "small", "", "m", "medium")
+SIZES += ("b", "base", "l", "large", "x", "xl", "h", "huge", "g", "giant")
+
+
+def size_by_name(name: str) -> tuple[int, int]:
+    words = re.findall(r"[a-z]+|[0-9]+", name.partition(":")[2])
+    ranks = [SIZES.index(word) for word in words if word in SIZES]
+    numbers = [int(word) for word in words if word.isdigit()]
+    return min(ranks, default=SIZES.index("")), numbers[0] if numbers else 0
 
 
 def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
@@ -273,34 +281,33 @@ def first_line(error: Exception) -> str:
 
 
 def report(rows: list[dict[str, Any]]) -> int:
-    done = [row for row in rows if "finding" in row]
-    kinds = Counter(row["finding"].partition(":")[0] for row in done)
-    for row in done:
+    kinds = Counter(row["finding"].partition(":")[0] for row in rows)
+    for row in rows:
         if row["finding"] not in OK:
             print(f"{row['name']}: {row['finding']}")
-    print(f"{len(rows)} architectures, {len(rows) - len(done)} not tried yet; {dict(kinds)}")
+    print(f"{len(rows)} architectures; {dict(kinds)}")
     return 0 if set(kinds) <= set(OK) else 1
 
 
-def page(rows: list[dict[str, Any]]) -> str:
+def page(rows: list[dict[str, Any]], names: list[str]) -> str:
     """A Markdown page with one line per family, and one per model that is not "ok"."""
     families: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        if row.get("finding") != "no batch norm":
+        if row["finding"] != "no batch norm":
             families.setdefault(row["family"], []).append(row)
     lines = []
     totals: Counter[str] = Counter()
     others = []
     for name, members in sorted(families.items()):
         done = [row for row in members if "error" in row]
-        others += [row for row in members if row.get("finding", "ok") != "ok"]
-        totals.update(models=len(members), done=len(done), ok=sum(row["finding"] == "ok" for row in done))
+        others += [row for row in members if row["finding"] != "ok"]
+        totals.update(done=len(done), ok=sum(row["finding"] == "ok" for row in done))
         if done:
-            checked = f"{len(done)} of {len(members)}"
-            cells = (name, checked, share(done, "folded", "norms"), worst(done, "error"), reparameterized(done))
+            cells = (name, str(len(done)), share(done, "folded", "norms"), worst(done, "error"), reparameterized(done))
             lines.append(f"| {' | '.join((*cells, worst(done, 'error after')))} |")
+    left = f" {len(names) - len(rows)} further models have not been run." if len(rows) < len(names) else ""
     text = [
-        HEAD.format(torch=torch.__version__.partition("+")[0], **versions(), **totals),
+        HEAD.format(left=left, **versions(), **totals),
         *lines,
         "",
         "## Models without a result",
@@ -318,9 +325,8 @@ HEAD = """# timm and torchvision models
 (torch {torch}, random weights and statistics, two images), and checks that `convert`, `set_alpha`, `fold` and timm's
 `reparameterize_model` are correct together. The alpha of the first, the middle and the last norm layer is 0.1, and all
 other norm layers are folded where that is exact. Errors are the largest difference of an output relative to the largest
-output, in float32; the largest of the family is shown. Of {models} models with batch norm, {done} were checked, and {ok}
-of these are correct with an error of at most 1e-4. In all of them, the converted model with alpha 0 is equal to the
-original bit for bit.
+output, in float32; the largest of the family is shown. {ok} of {done} models are correct with an error of at most
+1e-4, and in all of these the converted model with alpha 0 is equal to the original bit for bit.{left}
 
 - *layers folded*: as a share of all batch norm layers. The others follow an activation, a sum, or the input.
 - *reparameterized with alpha*: what `reparameterize_model` does with a model that has an alpha in these three layers:
@@ -335,7 +341,11 @@ def versions() -> dict[str, str]:
     import timm
     import torchvision
 
-    return {"timm": timm.__version__, "torchvision": torchvision.__version__.partition("+")[0]}
+    return {
+        "torch": torch.__version__.partition("+")[0],
+        "timm": timm.__version__,
+        "torchvision": torchvision.__version__.partition("+")[0],
+    }
 
 
 def share(rows: list[dict[str, Any]], part: str, whole: str) -> str:
