@@ -539,7 +539,7 @@ def test_parametrised() -> None:
     before = net(images())
     nn.utils.parametrizations.weight_norm(net[1], dim=None)
     torch.testing.assert_close(net(images()), before)
-    with pytest.raises(ValueError, match="layer '1' was parametrised after its conversion"):
+    with pytest.raises(ValueError, match="layer '1' was parametrized, sharded or otherwise changed"):
         revert(net)
     assert isinstance(net[4], GroupedBatchNorm)
     nn.utils.parametrize.remove_parametrizations(net[1], "weight")

@@ -70,6 +70,8 @@ def test_modules_of_weighing_import_only_modules_listed_before_them() -> None:
         "few_layers",
         "search",
         "comparison",
+        "fit_result",
+        "fit",
     ]
     names = [f"betternorm.weighing.{name}" for name in order]
     assert set(names) == {module for module in MODULES if module.startswith("betternorm.weighing.")}

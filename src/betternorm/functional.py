@@ -119,8 +119,10 @@ def weighed_batch_norm(
         \mu = (1 - \alpha) M + \alpha m, \qquad
         \sigma^2 = (1 - \alpha) V + \alpha v + \alpha (1 - \alpha) (M - m)^2
 
-    both then averaged over the channels of a group. An example is normalised by itself: its output does not depend on
-    the others in the batch. ``alpha=None`` is 0; with one channel per group that is torch's batch norm, to the bit.
+    both then averaged over the channels of a group. Examples are normalized independently: the output for one does not
+    depend on the rest of the batch. ``alpha`` is a tensor with one value, or with one per channel; None is 0, and with
+    one channel per group that is torch's batch norm, bit for bit. The output is differentiable with respect to alpha
+    and x, also at alpha = 0.
     """
     if (alpha is None and channels_per_group == 1) or (not tracing() and x.numel() == 0):
         return F.batch_norm(x, running_mean, running_var, weight, bias, False, 0.0, eps)
@@ -128,7 +130,7 @@ def weighed_batch_norm(
     # In a compiled graph the plain form is left to the compiler, which joins it with what follows.
     if alpha is not None and not torch.compiler.is_compiling() and fused(x, *tensors):
         return operators.infer(x, running_mean, running_var, weight, bias, alpha, channels_per_group, eps)
-    _check_sizes(x, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
+    _check_sizes(x, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var, alpha=alpha)
     return plain.infer(x, running_mean, running_var, weight, bias, alpha, channels_per_group, eps)
 
 
@@ -152,6 +154,8 @@ def _check_sizes(x: Tensor, **vectors: Tensor | None) -> None:
     if tracing():  # sizes are tensors
         return
     for name, vector in vectors.items():
+        if name == "alpha" and vector is not None and vector.numel() == 1:
+            continue
         if vector is not None and vector.shape != x.shape[1:2]:
             raise ValueError(f"{name} has the shape {tuple(vector.shape)}, and the input {x.shape[1]} channels")
 

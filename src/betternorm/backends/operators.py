@@ -2,7 +2,8 @@
 
 They go through torch's dispatcher, so that every tool that looks at a network sees them. `forward` and `backward` are
 training; `forward_and_track` is `forward` that moves the averages and counts the batch in the same call; `infer` is
-inference with weight alpha on the example's own statistics. CPU kernels are registered by `cpu/operators.cpp`.
+inference with weight alpha on the example's own statistics, `infer_backward` its gradients (on CPUs only). CPU kernels
+are registered by `cpu/operators.cpp`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ for _schema in (
     "backward(Tensor dy, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, bool need_dx) -> (Tensor, Tensor, Tensor)",
     "infer(Tensor x, Tensor running_mean, Tensor running_var, Tensor? weight, Tensor? bias, Tensor alpha,"
     " int channels_per_group, float eps) -> Tensor",
+    "infer_backward(Tensor dy, Tensor x, Tensor running_mean, Tensor running_var, Tensor? weight, Tensor alpha,"
+    " int channels_per_group, float eps, bool need_dx) -> (Tensor, Tensor, Tensor, Tensor)",
 ):
     # Without the tag a compiler copies what it has laid out in another way than the traced program.
     _library.define(_schema, tags=(torch.Tag.flexible_layout,))
@@ -34,6 +37,7 @@ _forward = torch.ops.betternorm.forward.default
 _forward_and_track = torch.ops.betternorm.forward_and_track.default
 _backward = torch.ops.betternorm.backward.default
 _infer = torch.ops.betternorm.infer.default
+_infer_backward = torch.ops.betternorm.infer_backward.default
 
 
 def normalise(
@@ -162,7 +166,10 @@ torch.library.register_autograd("betternorm::forward", _operator_gradients, setu
 
 
 class _Infer(torch.autograd.Function):
-    """The gradient is left to autograd, through the plain form: few train in evaluation mode."""
+    """Fused gradients of x, alpha, weight and bias on CPUs.
+
+    Gradients of the moving averages, gradients on GPUs and second derivatives are left to autograd and the plain form.
+    """
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
@@ -175,6 +182,8 @@ class _Infer(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         create_graph = torch.is_grad_enabled()
         given = ctx.saved_tensors
+        if dy.device.type == "cpu" and not create_graph and not any(ctx.needs_input_grad[1:3]):
+            return _Infer._fused_backward(ctx, dy)
         with torch.enable_grad():
             tensors = given if create_graph else [t if t is None else t.detach() for t in given]
             wanted = [t for t, need in zip(tensors, ctx.needs_input_grad, strict=False) if need and t is not None]
@@ -184,6 +193,24 @@ class _Infer(torch.autograd.Function):
             y = plain.infer(*tensors, ctx.channels_per_group, ctx.eps)  # type: ignore[call-arg]
             found = list(torch.autograd.grad(y, wanted, dy, create_graph=create_graph))
         return (*(found.pop(0) if need else None for need in ctx.needs_input_grad),)
+
+    @staticmethod
+    def _fused_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, mean, var, weight, bias, alpha = ctx.saved_tensors
+        need_dx, _, _, need_dweight, need_dbias, need_dalpha, *_ = ctx.needs_input_grad
+        dx, dalpha, dweight, dbias = _infer_backward(
+            dy, x, mean, var, weight, alpha, ctx.channels_per_group, ctx.eps, need_dx
+        )
+        return (
+            dx if need_dx else None,
+            None,
+            None,
+            dweight.to(weight.dtype) if need_dweight else None,
+            dbias.to(bias.dtype) if need_dbias else None,
+            dalpha.sum_to_size(alpha.shape).to(alpha.dtype) if need_dalpha else None,
+            None,
+            None,
+        )
 
 
 # ---- shapes ----
@@ -215,11 +242,18 @@ def _infer_shapes(x: Tensor, *unused: Any) -> Tensor:
     return torch.empty_like(x)
 
 
+def _infer_backward_shapes(dy: Tensor, x: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    of_alpha, of_weight, of_bias = (x.new_empty(x.shape[1], dtype=torch.float32) for _ in range(3))
+    dx = torch.empty_like(x) if others[-1] else x.new_empty(0, dtype=torch.float32)
+    return dx, of_alpha, of_weight, of_bias
+
+
 for _name, _shapes in (
     ("forward", _forward_shapes),
     ("forward_and_track", _forward_and_track_shapes),
     ("backward", _backward_shapes),
     ("infer", _infer_shapes),
+    ("infer_backward", _infer_backward_shapes),
 ):
     torch.library.register_fake(f"betternorm::{_name}", _shapes, lib=_library)
 

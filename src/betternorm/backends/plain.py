@@ -34,7 +34,7 @@ def infer(
     channels_per_group: int,
     eps: float,
 ) -> Tensor:
-    """Inference with weight ``alpha`` on the example's own statistics."""
+    """Inference with weight ``alpha``, one value or one per channel, on the example's own statistics."""
     if alpha is not None and (torch.compiler.is_compiling() or torch.jit.is_tracing()):  # type: ignore[attr-defined,no-untyped-call]
         return infer_lean(x, running_mean, running_var, weight, bias, alpha, channels_per_group, eps)
     mean, var = _at_least_float32(running_mean)[None], _at_least_float32(running_var)[None]
@@ -65,24 +65,34 @@ def infer_lean(
     factor of 1 / (1 - a) in precision, whatever the input: E[d²] is never less than E[d]². Only for an alpha near 1,
     and an example whose mean lies many standard deviations from the moving one, is `infer` more exact.
 
-    What is computed for every value is d times the root of a. Runtimes fold the addition and the multiplication into
-    the convolution before, so that E of the square comes with its a for nothing.
+    With one alpha, what is computed for every value is d times the root of a. Runtimes fold the addition and the
+    multiplication into the convolution before, so that E of the square comes with its a for nothing. A vector may
+    contain zeros, by whose root nothing can be divided: there the (N, C) table of E[d²] is multiplied by a.
     """
     narrow = x.dtype in (torch.float16, torch.bfloat16)
     running_mean, running_var = (_along_space(_at_least_float32(t), x) for t in (running_mean, running_var))
     alpha = alpha.to(running_mean.dtype)
-    root = alpha.sqrt()
-    scaled = ((x.float() if narrow else x) + -running_mean) * root
-    own_mean, own_square = _mean_over_space(scaled), _mean_over_space(scaled * scaled)
-    mean = alpha * own_mean  # of d, times a and the root of a
+    distance = (x.float() if narrow else x) + -running_mean
+    gamma = None if weight is None else _along_space(weight, x)
+    root = None
+    if alpha.dim() == 0 and not alpha.requires_grad:
+        # At 0 the output would be NaN. A trace has the value of alpha, and keeps what is computed from it.
+        root = (alpha if torch.jit.is_tracing() else alpha.clamp_min(2.0**-80)).sqrt()  # type: ignore[attr-defined,no-untyped-call]
+        distance = distance * root
+        gamma = 1 / root if gamma is None else gamma / root
+    else:
+        alpha = _along_space(alpha.reshape(-1), x)
+    own_mean, own_square = _mean_over_space(distance), _mean_over_space(distance * distance)
+    mean = alpha * own_mean
     own_part = torch.relu(own_square - own_mean * mean)  # for alpha = 1, where rounding could make it negative
-    var = (1 - alpha) * running_var + eps + own_part
+    var = (1 - alpha) * running_var + eps + (own_part if root is not None else alpha * own_part)
     if channels_per_group > 1:
-        mean, var = total(mean / root + running_mean, var, lambda table: over_channels(table, channels_per_group))
-        mean = (mean - running_mean) * root
-    scale = torch.rsqrt(var) / root if weight is None else (_along_space(weight, x) / root) / var.sqrt()
+        moved = (mean if root is None else mean / root) + running_mean
+        moved, var = total(moved, var, lambda table: over_channels(table, channels_per_group))
+        mean = moved - running_mean if root is None else (moved - running_mean) * root
+    scale = torch.rsqrt(var) if gamma is None else gamma / var.sqrt()
     shift = -mean * scale if bias is None else _along_space(bias, x) - mean * scale
-    y = scaled * scale + shift
+    y = distance * scale + shift
     return y.to(x.dtype) if narrow else y
 
 

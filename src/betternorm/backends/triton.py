@@ -203,7 +203,7 @@ def _gradient(slope, xhat, rstd, gamma, mean_dxhat, mean_dxhat_xhat):
 
 @triton.jit
 def _forward_kernel(
-    x, y, weight, bias, mean, rstd, alpha, running_mean, running_var, batch_mean, batch_var, momentum, eps,
+    x, y, weight, bias, mean, rstd, alpha, alpha_step, running_mean, running_var, batch_mean, batch_var, momentum, eps,
     piece_rows, run_rows, piece_arrivals, run_arrivals, N, C, S, groups, blocks, pieces, inner_tiles,
     K: tl.constexpr, CHANNELS_LAST: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_S: tl.constexpr, WHOLE: tl.constexpr, BLOCK_PIECES: tl.constexpr, BLOCK_RUNS: tl.constexpr,
@@ -223,7 +223,7 @@ def _forward_kernel(
 
     average, var = own_mean, squares / count
     if alpha is not None:
-        a = tl.load(alpha).to(tl.float32)
+        a = tl.load(alpha + c * alpha_step, real, 0).to(tl.float32)
         moving = tl.load(running_mean + c, real, 0).to(tl.float32)
         average = (1 - a) * moving + a * own_mean
         var = (1 - a) * tl.load(running_var + c, real, 0).to(tl.float32) + a * var
@@ -354,7 +354,7 @@ def forward(
     batch_mean, batch_var = (_table(x, x.shape[1]) for _ in range(2))
     with torch.cuda.device_of(x):
         _forward_kernel[plan.grid](
-            x, y, weight, bias, mean, rstd, None, moving_mean, moving_var, batch_mean, batch_var,
+            x, y, weight, bias, mean, rstd, None, 0, moving_mean, moving_var, batch_mean, batch_var,
             momentum, eps, *_workspace(x, plan), **plan.sizes, **plan.tile, **plan.closing,
         )  # fmt: skip
         if not plan.whole:
@@ -402,17 +402,20 @@ def infer(
     channels_per_group: int,
     eps: float,
 ) -> Tensor:
-    """y with weight ``alpha``, a tensor of one number on x's device, on the example's own statistics."""
+    """y with weight ``alpha``, a tensor of one value or one per channel, on the example's own statistics."""
     x = _dense(x)
     weight, bias, moving_mean, moving_var = _contiguous(weight, bias, running_mean, running_var)
     examples, channels = x.shape[:2]
+    if alpha.numel() not in (1, channels):
+        raise ValueError(f"alpha has {alpha.numel()} elements and the input has {channels} channels")
+    alpha = alpha.contiguous()
     plan = _plan(x, examples, channels_per_group, held=1)
     y = torch.empty_like(x)
     shape = (examples, channels // channels_per_group)
     statistics = (None, None) if plan.whole else (_table(x, *shape), _table(x, *shape))
     with torch.cuda.device_of(x):
         _forward_kernel[plan.grid](
-            x, y, weight, bias, *statistics, alpha, moving_mean, moving_var, None, None,
+            x, y, weight, bias, *statistics, alpha, int(alpha.numel() > 1), moving_mean, moving_var, None, None,
             0.0, eps, *_workspace(x, plan, training=False), **plan.sizes, **plan.tile, **plan.closing,
         )  # fmt: skip
         if not plan.whole:

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from betternorm.decay.norms import gammas_and_betas
 from betternorm.decay.paths import Trace
-from betternorm.decay.visit import Visit, tensors_in
+from betternorm.decay.visit import Visit
 from betternorm.display.progress import track
+from betternorm.example import tensors_in
 
 # An effect above this counts as one: what rounding and a layer's eps leave of an exact cancellation is far below.
 ACTS = 0.01

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import random
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,16 +10,12 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from betternorm.decay.norms import gammas_and_betas, imported_classes
+from betternorm import example
+from betternorm.decay.norms import gammas_and_betas
+from betternorm.third_party import RANDOM_DEPTH, imported_classes
 
 # Of a layer's eps while measuring: what eps keeps a normalisation from undoing, deep networks amplify.
 _EPS_LEFT = 1e-3
-
-_RANDOM_DEPTH = {
-    "timm.layers.drop": ("DropPath", "DropBlock2d"),
-    "torchvision.ops.stochastic_depth": ("StochasticDepth",),
-    "torchvision.ops.drop_block": ("DropBlock2d",),
-}
 
 
 class Visit:
@@ -44,12 +36,11 @@ class Visit:
         self._gradients = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
         self._filled: list[tuple[nn.Parameter, Tensor]] = []
         self._eps: list[tuple[Any, float]] = []
-        self._devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
 
     def __enter__(self) -> Visit:
         self.model.train()
         for module in self.model.modules():
-            if isinstance(module, (_DropoutNd, *imported_classes(_RANDOM_DEPTH))):
+            if isinstance(module, (_DropoutNd, *imported_classes(RANDOM_DEPTH))):
                 module.training = False
         for parameter, _ in self._gradients:
             if parameter.is_floating_point():
@@ -71,9 +62,7 @@ class Visit:
     def run(self, example_input: Any, grad: bool = False) -> Any:
         """One forward pass; every one starts from the same buffers and the same random state."""
         self._restore_buffers()  # before and not after: autograd refuses buffers that changed since the pass
-        with torch.set_grad_enabled(grad), _same_randomness(self._devices), _without_compiled_graphs():
-            arguments, keywords = _arguments(example_input, grad)
-            return self.model(*arguments, **keywords)
+        return example.run(self.model, example_input, grad)
 
     def fill_zeros(self, layers: Mapping[str, nn.Module]) -> None:
         """Give a value to each gamma and each matrix that is all zero, and so hides what lies behind it."""
@@ -114,12 +103,12 @@ def guess_input(model: nn.Module, batch_size: int = 4) -> Tensor:
     first = next((p for p in model.parameters()), torch.empty(0))
     with Visit(model) as visit:
         for shape in _plausible_shapes(model):
-            example = torch.randn(batch_size, *shape, generator=generator).to(first.device, first.dtype)
+            guess = torch.randn(batch_size, *shape, generator=generator).to(first.device, first.dtype)
             try:
-                visit.run(example)
+                visit.run(guess)
             except Exception:
                 continue
-            return example
+            return guess
     raise ValueError(
         f"no example input could be guessed for {type(model).__name__}: give one, such as "
         f"example_input=torch.randn({batch_size}, 3, 224, 224)"
@@ -138,60 +127,3 @@ def _plausible_shapes(model: nn.Module) -> list[tuple[int, ...]]:
         if isinstance(module, nn.Linear):
             return [(module.in_features,), (16, module.in_features)]
     return []
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """The floating-point tensors in whatever a model returns."""
-    if isinstance(value, Tensor):
-        return [value] if value.is_floating_point() else []
-    if isinstance(value, Mapping):
-        return [tensor for item in value.values() for tensor in tensors_in(item)]
-    if isinstance(value, (tuple, list)):
-        return [tensor for item in value for tensor in tensors_in(item)]
-    if dataclasses.is_dataclass(value):
-        return [tensor for item in vars(value).values() for tensor in tensors_in(item)]
-    return []
-
-
-def input_tensors(value: Any) -> list[Tensor]:
-    arguments, keywords = _arguments(value, grad=False)
-    return [item for item in (*arguments, *keywords.values()) if isinstance(item, Tensor)]
-
-
-def _arguments(example_input: Any, grad: bool) -> tuple[list[Any], dict[str, Any]]:
-    """Positional and keyword arguments, copied so that the caller's survive a model that works in place."""
-
-    def fresh(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        if grad and value.is_floating_point():
-            return value.detach().clone().requires_grad_().clone()  # not a leaf: may be changed in place
-        return value.detach().clone()
-
-    if isinstance(example_input, Mapping):
-        return [], {key: fresh(value) for key, value in example_input.items()}
-    if isinstance(example_input, (tuple, list)):
-        return [fresh(value) for value in example_input], {}
-    return [fresh(example_input)], {}
-
-
-def _without_compiled_graphs() -> contextlib.AbstractContextManager[None]:
-    """Compiled parts, such as torchvision's roi_align, give up what they saved after one backward pass."""
-    if not hasattr(torch.compiler, "set_stance"):  # torch before 2.6
-        return contextlib.nullcontext()
-    stance: contextlib.AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
-    return stance
-
-
-@contextlib.contextmanager
-def _same_randomness(devices: list[int]) -> Iterator[None]:
-    numpy = sys.modules.get("numpy")
-    python_state = random.getstate()
-    numpy_state = numpy.random.get_state() if numpy else None
-    try:
-        with torch.random.fork_rng(devices):
-            yield
-    finally:
-        random.setstate(python_state)
-        if numpy:
-            numpy.random.set_state(numpy_state)

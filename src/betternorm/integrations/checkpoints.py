@@ -202,7 +202,12 @@ def _load(model: nn.Module, weights: dict[str, Tensor], path: Path, may_lack: Co
         if name not in weights and name not in may_lack and not name.endswith(("num_batches_tracked", ".alpha"))
     ]
     unknown = [name for name in weights if name not in own and not name.endswith((".alpha", "num_batches_tracked"))]
-    wrong = [name for name in own if name in weights and own[name].shape != weights[name].shape]
+    wrong = [
+        name
+        for name in own
+        # An alpha may be a number in the model and a vector in the file; the layer checks it when it is loaded.
+        if name in weights and own[name].shape != weights[name].shape and not name.endswith(".alpha")
+    ]
     if missing or unknown or wrong:
         raise UserError(
             f"checkpoint {path} is of another architecture: {_mismatch(own, weights, missing, unknown, wrong)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from betternorm.backends.distributed import ProcessGroup
 from betternorm.layers.checks import channels_in_group
@@ -40,7 +41,7 @@ class BatchGroupNorm(GroupedBatchNorm):
         momentum: float | None = 0.1,
         affine: bool = True,
         *,
-        alpha: float = 0.0,
+        alpha: float | Tensor = 0.0,
         process_group: ProcessGroup | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from betternorm.backends.distributed import ProcessGroup
 from betternorm.layers.checks import check_group_size
@@ -38,7 +39,7 @@ class GhostBatchNorm(GroupedBatchNorm):
         momentum: float | None = 0.1,
         affine: bool = True,
         *,
-        alpha: float = 0.0,
+        alpha: float | Tensor = 0.0,
         process_group: ProcessGroup | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,

@@ -10,27 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from betternorm import functional
+from betternorm import functional, third_party
 from betternorm.backends import plain, tracing
 from betternorm.backends.distributed import ProcessGroup
-from betternorm.layers.checks import check_group_size, checked_alpha, divisors_text
-
-# Functions of torch and of other libraries that put a layer of theirs in the place of a batch norm, or take it into the
-# convolution before it. They read its moving averages, and know nothing of alpha and groups.
-_REPLACERS = {
-    "convert_frozen_batchnorm": "detectron2's convert_frozen_batchnorm",
-    "convert_splitbn_model": "timm's convert_splitbn_model",
-    "convert_sync_batchnorm": "SyncBatchNorm.convert_sync_batchnorm",
-    "freeze_batch_norm_2d": "timm's freeze_batch_norm_2d",
-    "fuse_conv_and_bn": "fuse_conv_and_bn",
-    "fuse_conv_bn_eval": "torch's fuse_conv_bn_eval",
-    "fuse_linear_bn_eval": "torch's fuse_linear_bn_eval",
-}
-# What these make trains in another way, whatever the alpha.
-_REPLACERS_FOR_TRAINING = {
-    "convert_sync_batchnorm": 'for statistics across processes call convert(model, ..., process_group="world")',
-    "convert_splitbn_model": "split the original layers, before converting the rest",
-}
+from betternorm.layers.checks import alpha_text, check_group_size, checked_alphas, divisors_text
 
 
 class GroupedBatchNorm(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
@@ -74,8 +57,8 @@ class GroupedBatchNorm(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
         eps: added to the variance.
         momentum: weight of the newest batch in the moving averages; None is the cumulative average.
         affine: whether there are learnable gamma (``weight``) and beta (``bias``).
-        alpha: weight of the example's own statistics at inference, 0 to 1. It is kept in the ``state_dict``, under one
-            key more, where it is not 0.
+        alpha: weight of the example's own statistics at inference: a number in [0, 1], or a tensor of one value per
+            channel. If nonzero, it is saved in the ``state_dict`` under one additional key, ``alpha``.
         process_group: a ``torch.distributed`` group whose processes' batches are normalised as one batch; ``"world"``
             for all processes. Without it statistics are per process.
 
@@ -116,7 +99,7 @@ class GroupedBatchNorm(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
         momentum: float | None = 0.1,
         affine: bool = True,
         *,
-        alpha: float = 0.0,
+        alpha: float | Tensor = 0.0,
         process_group: ProcessGroup | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -138,25 +121,37 @@ class GroupedBatchNorm(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
         self.channels_per_group, self.examples_per_group = channels_per_group, examples_per_group
 
     @property
-    def alpha(self) -> float:
-        """The weight of the example's own statistics at inference."""
-        # To six digits, which is what float32 holds: 0.1 is 0.1.
-        return 0.0 if self._alpha is None else float(f"{self._alpha.item():.6g}")
+    def alpha(self) -> float | Tensor:
+        """The weight of the example's own statistics at inference: a float, or a tensor with one value per channel.
+
+        The tensor is a copy. Assign a number or a tensor of ``num_features`` values to change alpha.
+        """
+        alpha = self._alpha
+        if alpha is None:
+            return 0.0
+        if alpha.dim() == 0:
+            return float(f"{alpha.item():.6g}")  # float32 has six digits: 0.1 reads back as 0.1
+        return alpha.detach().clone()
 
     @alpha.setter
-    def alpha(self, value: float) -> None:
-        value, held = checked_alpha(value), self._alpha
-        if value == 0:
+    def alpha(self, value: float | Tensor) -> None:
+        value, current = checked_alphas(value, self.num_features), self._alpha
+        shape = value.shape if isinstance(value, Tensor) else torch.Size()
+        if not isinstance(value, Tensor) and value == 0:
             self._alpha = None
-        elif held is not None and held.device == self._device():
-            held.fill_(value)
-        else:
-            with torch.inference_mode(False):  # a tensor made inside could not be changed outside
-                self._alpha = torch.tensor(value, dtype=torch.float32, device=self._device())
+            return
+        if current is None or current.device != self._device() or current.shape != shape:
+            with torch.inference_mode(False):  # a tensor created in inference mode cannot be modified outside of it
+                self._alpha = current = torch.empty(shape, dtype=torch.float32, device=self._device())
+        current.copy_(torch.as_tensor(value))  # in place, so that a compiled model is not compiled again
+
+    def _alpha_is(self, value: float) -> bool:
+        """Whether alpha is 0 (or 1) in all channels."""
+        return value == 0 if self._alpha is None else bool((self._alpha == value).all())
 
     @property
     def _alpha(self) -> Tensor | None:
-        """Alpha as a tensor, None for 0: a compiled model is compiled once for 0 and once for all other values."""
+        """Alpha as a tensor, or None for 0. A model is compiled once for 0, once for numbers, once for vectors."""
         return self._buffers.get("alpha")
 
     @_alpha.setter
@@ -183,34 +178,27 @@ class GroupedBatchNorm(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
 
     @property
     def running_mean(self) -> Tensor:  # type: ignore[override]
-        """The moving average of the mean. Those who read it to replace the layer by one that does less are stopped."""
+        """The moving average of the mean.
+
+        Functions that read it to replace the layer by one that does less get an error, see
+        :func:`betternorm.third_party.check_reader`.
+        """
         if not torch.compiler.is_compiling():
-            caller = sys._getframe(1).f_code.co_name
-            if caller in _REPLACERS:
-                self._refuse_loss(caller)
+            only_other_ranks = self._ranks is not None and 4 not in self._ranks
+            third_party.check_reader(sys._getframe(1), type(self).__name__, self._lost_by_torch, only_other_ranks)
         try:
             return self._buffers["running_mean"]  # type: ignore[return-value]  # None as in torch's, where nobody tracks
         except KeyError:
             raise AttributeError(f"{type(self).__name__} has no attribute 'running_mean'") from None
 
-    def _refuse_loss(self, caller: str) -> None:
-        """Raise unless what ``caller`` makes of this layer computes the same."""
+    def _lost_by_torch(self) -> list[str]:
+        """What torch's batch norm with the same parameters and averages would not compute at inference."""
         lost = {
-            f"alpha={self.alpha}": self.alpha != 0,
+            f"alpha={alpha_text(self.alpha)}": not self._alpha_is(0),
             f"channels_per_group={self.channels_per_group}": self.channels_per_group != 1,
-            "what runs after it ({})".format(", ".join(self._then)): self._then != (),
-            "inputs that are not images": "freeze" in caller and self._ranks is not None and 4 not in self._ranks,
+            f"what runs after it ({', '.join(self._then)})": bool(self._then),
         }
-        dropped = ", ".join(name for name, is_lost in lost.items() if is_lost)
-        if not dropped and caller not in _REPLACERS_FOR_TRAINING:
-            return
-        instead = "call betternorm.revert(model) first, or leave the layer as it is"
-        if caller.startswith("fuse"):
-            instead = "betternorm.fold(model) folds the layers for which that is exact"
-        raise RuntimeError(
-            f"{_REPLACERS[caller]} would replace {type(self).__name__} and drop {dropped or 'its groups and alpha'}; "
-            + _REPLACERS_FOR_TRAINING.get(caller, instead)
-        )
+        return [name for name, is_lost in lost.items() if is_lost]
 
     def _device(self) -> torch.device | None:
         tensors = (*self._buffers.values(), *self._parameters.values())
@@ -348,7 +336,7 @@ class GroupedBatchNorm(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
         # Last, because loading with assign=True may have moved the layer to another device.
         if saved is not None or prefix + "running_mean" in state_dict:
             try:
-                self.alpha = self._alpha_if_absent if saved is None else float(saved)
+                self.alpha = self._alpha_if_absent if saved is None else saved
             except ValueError as error:
                 error_msgs.append(f"{key}: {error}")
 
@@ -363,7 +351,7 @@ class GroupedBatchNorm(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
     def extra_repr(self) -> str:
         return (
             f"{self._repr_of_groups()}, eps={self.eps}, momentum={self.momentum}, affine={self.weight is not None}"
-            + (f", alpha={self.alpha}" if self._alpha is not None and not self._alpha.is_meta else "")
+            + (f", alpha={alpha_text(self.alpha)}" if self._alpha is not None and not self._alpha.is_meta else "")
             + (", process_group=..." if self.process_group is not None else "")
         )
 

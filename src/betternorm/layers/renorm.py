@@ -52,7 +52,7 @@ class BatchRenorm(GroupedBatchNorm):
         warmup_steps: int = 5_000,
         r_steps: int = 40_000,
         d_steps: int = 25_000,
-        alpha: float = 0.0,
+        alpha: float | Tensor = 0.0,
         process_group: ProcessGroup | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,

@@ -7,26 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from betternorm.layers import GroupedBatchNorm
-from betternorm.layers.checks import checked_alpha
+from betternorm.layers.checks import checked_alphas
 
 
-def set_alpha(model: nn.Module, alpha: float | Mapping[str, float]) -> None:
+def set_alpha(model: nn.Module, alpha: float | Tensor | Mapping[str, float | Tensor]) -> None:
     """Set the weight of the example's own statistics at inference, in place.
 
     Args:
-        alpha: one number between 0 and 1 for all layers, or a dict from the names of layers to numbers; layers that it
-            does not name keep theirs.
+        alpha: one number between 0 and 1 for all layers, or a dict from layer names to numbers or to tensors with one
+            value per channel. Layers that the dict does not name keep their alpha.
 
     Examples::
 
-        >>> model = betternorm.convert(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)), "weighed")
+        >>> model = betternorm.convert(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), "weighed")
         >>> set_alpha(model, 0.1)
         >>> get_alpha(model)
         0.1
-        >>> set_alpha(model, {"1": 0.05})
+        >>> set_alpha(model, {"1": torch.tensor([0.0, 0.1, 0.3, 0.0])})
     """
     layers = weighed_layers(model)
     if isinstance(alpha, Mapping):
@@ -36,23 +36,33 @@ def set_alpha(model: nn.Module, alpha: float | Mapping[str, float]) -> None:
                 f"alpha names {', '.join(map(repr, unknown[:3]))}, which {'is' if len(unknown) == 1 else 'are'} not "
                 f"among the layers that have an alpha: {listed(list(layers))}"
             )
-        wanted = {name: checked_alpha(value) for name, value in alpha.items()}
+        wanted = dict(alpha)
     else:
         if not layers:
             raise ValueError("the model has no layer with an alpha; call betternorm.convert(model, 'weighed') first")
-        wanted = dict.fromkeys(layers, checked_alpha(alpha))
-    for name, value in wanted.items():
+        wanted = dict.fromkeys(layers, alpha)
+    for name, value in {name: _checked(name, value, layers[name]) for name, value in wanted.items()}.items():
         layers[name].alpha = value
 
 
-def get_alpha(model: nn.Module) -> float | dict[str, float]:
-    """The alpha of the model: one number where all layers have the same, otherwise a dict by layer name.
+def get_alpha(model: nn.Module) -> float | dict[str, float | Tensor]:
+    """The alpha of the model: one number if all layers share it, otherwise a dict from layer names.
 
-    A model without such layers is what alpha = 0 stands for.
+    The dict has a number or, where alpha differs by channel, a tensor for every layer. A model without layers that have
+    an alpha returns 0.
     """
     alphas = {name: layer.alpha for name, layer in weighed_layers(model).items()}
-    values = set(alphas.values()) or {0.0}
-    return values.pop() if len(values) == 1 else alphas
+    numbers = {alpha for alpha in alphas.values() if not isinstance(alpha, Tensor)}
+    if any(isinstance(alpha, Tensor) for alpha in alphas.values()) or len(numbers) > 1:
+        return alphas
+    return numbers.pop() if numbers else 0.0
+
+
+def _checked(name: str, value: float | Tensor, layer: GroupedBatchNorm) -> float | Tensor:
+    try:
+        return checked_alphas(value, layer.num_features)
+    except ValueError as error:
+        raise ValueError(f"layer {name!r}: {error}") from None
 
 
 def weighed_layers(model: nn.Module) -> dict[str, GroupedBatchNorm]:
@@ -70,7 +80,7 @@ def tuned_layers(model: nn.Module) -> dict[str, GroupedBatchNorm]:
 
 def _layer_as_trained(layer: GroupedBatchNorm) -> float:
     """The alpha of a layer before anybody tuned it."""
-    return layer.alpha if layer.alpha in (0, 1) else float(layer.examples_per_group == 1)
+    return next((value for value in (0.0, 1.0) if layer._alpha_is(value)), float(layer.examples_per_group == 1))
 
 
 def alpha_as_trained(layers: Mapping[str, GroupedBatchNorm]) -> float:

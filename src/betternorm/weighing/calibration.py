@@ -66,7 +66,7 @@ def calibrate(
     if not layers:
         raise ValueError("the model has no layer with moving averages to calibrate")
     # The averages of a layer with alpha = 1 reach no other layer.
-    alone = all(isinstance(layer, GroupedBatchNorm) and layer.alpha == 1 for layer in layers)
+    alone = all(isinstance(layer, GroupedBatchNorm) and layer._alpha_is(1) for layer in layers)
     most = passes or (1 if alone else len(layers) + 1)
     run = forward or output_of
     for done in range(1, most + 1):
@@ -93,7 +93,7 @@ def calibrate(
 
 def has_no_averages(layer: GroupedBatchNorm) -> bool:
     """Whether the layer was made from Group or Instance Norm and has no averages yet."""
-    return layer.alpha == 1 and layer.num_batches_tracked is not None and int(layer.num_batches_tracked) == 0
+    return layer._alpha_is(1) and layer.num_batches_tracked is not None and int(layer.num_batches_tracked) == 0
 
 
 class _Moments:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from betternorm.deprecation import renamed_parameters
-from betternorm.layers.checks import checked_alpha
+from betternorm.layers.checks import checked_alphas
 from betternorm.weighing.alpha import alpha_as_trained, listed, tuned_layers
 from betternorm.weighing.batches import Forward, output_and_target
 from betternorm.weighing.evaluation import Evaluations
@@ -20,8 +20,8 @@ from betternorm.weighing.metrics import AnyMetric, named_metrics
 def compare_alpha(
     model: nn.Module,
     loader: Iterable[Any],
-    alpha: float | Mapping[str, float],
-    against: float | Mapping[str, float] | None = None,
+    alpha: float | Mapping[str, float | Tensor],
+    against: float | Mapping[str, float | Tensor] | None = None,
     metrics: Iterable[AnyMetric] = ("top1", "top5", "cross_entropy"),
     *,
     confidence: float = 0.95,
@@ -35,7 +35,8 @@ def compare_alpha(
     For data that neither was chosen on, such as a test set. The model, which has to be converted, is left as it is.
 
     Args:
-        alpha: one number, or numbers by layer name; layers that are not named keep theirs.
+        alpha: one number, or a dict from layer names to numbers or tensors of one value per channel; other layers keep
+            theirs.
         against: the same; None is the network as it was trained (alpha = 0 with BatchNorm, 1 with GroupNorm).
         metrics, forward, max_examples, confidence, progress: as in `tune_alpha`.
     """
@@ -43,12 +44,12 @@ def compare_alpha(
     current = {name: layer.alpha for name, layer in layers.items()}
     baseline = alpha_as_trained(layers)
 
-    def setting(wanted: float | Mapping[str, float]) -> tuple[float, ...]:
+    def setting(wanted: float | Mapping[str, float | Tensor]) -> tuple[Any, ...]:
         if not isinstance(wanted, Mapping):
             wanted = dict.fromkeys(layers, wanted)
         if unknown := [name for name in wanted if name not in layers]:
             raise ValueError(f"{unknown[0]!r} is not a layer with an alpha to choose; those are {listed(list(layers))}")
-        return tuple(checked_alpha(wanted.get(name, current[name])) for name in layers)
+        return tuple(_hashable(wanted.get(name, current[name]), layer.num_features) for name, layer in layers.items())
 
     before, after = setting(baseline if against is None else against), setting(alpha)
     evaluations = Evaluations(
@@ -79,3 +80,9 @@ def compare_alpha(
         )
         for name, column in ((name, evaluations.column(name)) for name in evaluations.metrics)
     }
+
+
+def _hashable(alpha: float | Tensor, channels: int) -> float | tuple[float, ...]:
+    """The alpha of one layer as a key of the table of evaluations."""
+    checked = checked_alphas(alpha, channels)
+    return tuple(checked.tolist()) if isinstance(checked, Tensor) else checked

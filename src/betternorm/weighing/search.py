@@ -244,7 +244,7 @@ def _metrics(metrics: Iterable[AnyMetric], objective: AnyMetric | None, default:
     return measured, objective
 
 
-def _set(layers: Mapping[str, GroupedBatchNorm], alpha: float | Mapping[str, float]) -> None:
+def _set(layers: Mapping[str, GroupedBatchNorm], alpha: float | Mapping[str, Any]) -> None:
     for name, layer in layers.items():
         layer.alpha = alpha[name] if isinstance(alpha, Mapping) else alpha
 

@@ -189,10 +189,10 @@ struct Scratch {
     double *a, *b, *c, *d, *e, *f;
     Coefficients k;
     float *better;
-    float *lines;  // LINES rows of up to three sums
+    float *lines;  // LINES rows of up to four sums
 
     explicit Scratch(int64_t width) : padded((width + LANES - 1) / LANES * LANES) {
-        held = __builtin_malloc(LINE + padded * (6 * sizeof(double) + (5 + 3 * LINES) * sizeof(float)));
+        held = __builtin_malloc(LINE + padded * (6 * sizeof(double) + (5 + 4 * LINES) * sizeof(float)));
         a = (double *)(((uint64_t)held + LINE - 1) / LINE * LINE);
         b = a + padded, c = b + padded, d = c + padded, e = d + padded, f = e + padded;
         float *const floats = (float *)(f + padded);
@@ -206,10 +206,10 @@ struct Scratch {
 
 // ---- sums for each channel over a block ----
 
-enum Term { MOMENTS, PRODUCTS };
-// MOMENTS: x - centre and its square. PRODUCTS: dy, dy * (x - centre) and x - centre.
+enum Term { MOMENTS, PRODUCTS, BOTH };
+// MOMENTS: x - centre and its square. PRODUCTS: dy, dy * (x - centre) and x - centre. BOTH: PRODUCTS and the square.
 
-template <Term term> constexpr int sums_of() { return term == MOMENTS ? 2 : 3; }
+template <Term term> constexpr int sums_of() { return term == MOMENTS ? 2 : term == PRODUCTS ? 3 : 4; }
 
 template <Term term> INLINE void add(vec *sum, vec x, vec dy, vec centre) {
     const vec d = x - centre;
@@ -220,6 +220,7 @@ template <Term term> INLINE void add(vec *sum, vec x, vec dy, vec centre) {
         sum[0] += dy;
         sum[1] += dy * d;
         sum[2] += d;
+        if (term == BOTH) sum[3] += d * d;
     }
 }
 
@@ -238,11 +239,11 @@ INLINE void sums_of_channel(const Block &b, const T *x, const T *dy, float centr
             covered += stop - i;
             for (; i + 2 * LANES <= stop; i += 2 * LANES)
                 for (int j = 0; j < 2; j++) {
-                    const vec e = term == PRODUCTS ? load(dy + i + j * LANES) : m;
+                    const vec e = term != MOMENTS ? load(dy + i + j * LANES) : m;
                     add<term>(sum[j], load(x + i + j * LANES), e, m);
                 }
             if (i < stop) {
-                add<term>(sum[0], load(x + i), term == PRODUCTS ? load(dy + i) : m, m);
+                add<term>(sum[0], load(x + i), term != MOMENTS ? load(dy + i) : m, m);
                 i += LANES;
             }
             if (covered >= STRETCH * LANES) {
@@ -255,7 +256,7 @@ INLINE void sums_of_channel(const Block &b, const T *x, const T *dy, float centr
         }
         if (tail) {
             vec rest[K] = {};
-            add<term>(rest, load_some(x + i, tail), term == PRODUCTS ? load_some(dy + i, tail) : m, m);
+            add<term>(rest, load_some(x + i, tail), term != MOMENTS ? load_some(dy + i, tail) : m, m);
             for (int k = 0; k < K; k++) sum[1][k] += first_lanes(rest[k], tail);
             covered += LANES;
         }
@@ -276,7 +277,7 @@ INLINE void sums_of_row(int64_t width, const T *x, const T *dy, const float *cen
         vec sum[K];
         const vec m = load(centre + c);
         for (int k = 0; k < K; k++) sum[k] = load(line + k * padded + c);
-        add<term>(sum, load(x + c), term == PRODUCTS ? load(dy + c) : m, m);
+        add<term>(sum, load(x + c), term != MOMENTS ? load(dy + c) : m, m);
         for (int k = 0; k < K; k++) store(line + k * padded + c, sum[k]);
     }
     if (c < width) {
@@ -284,7 +285,7 @@ INLINE void sums_of_row(int64_t width, const T *x, const T *dy, const float *cen
         const int64_t n = width - c;
         const vec m = load_some(centre + c, n);
         for (int k = 0; k < K; k++) sum[k] = load(line + k * padded + c);
-        add<term>(sum, load_some(x + c, n), term == PRODUCTS ? load_some(dy + c, n) : m, m);
+        add<term>(sum, load_some(x + c, n), term != MOMENTS ? load_some(dy + c, n) : m, m);
         for (int k = 0; k < K; k++) store(line + k * padded + c, sum[k]);
     }
 }
@@ -300,11 +301,11 @@ INLINE void sums_of_narrow_rows(int64_t rows, int64_t stride, const T *x, const 
     for (; row + LINES <= rows; row += LINES, x += LINES * stride, dy += LINES * stride)
         for (int j = 0; j < LINES; j++)
             for (int v = 0; v < count; v++) {
-                const vec e = term == PRODUCTS ? GET(dy + j * stride, v) : m[v];
+                const vec e = term != MOMENTS ? GET(dy + j * stride, v) : m[v];
                 add<term>(sum[j][v], GET(x + j * stride, v), e, m[v]);
             }
     if (row < rows)
-        for (int v = 0; v < count; v++) add<term>(sum[0][v], GET(x, v), term == PRODUCTS ? GET(dy, v) : m[v], m[v]);
+        for (int v = 0; v < count; v++) add<term>(sum[0][v], GET(x, v), term != MOMENTS ? GET(dy, v) : m[v], m[v]);
     for (int j = 0; j < LINES; j++)
         for (int v = 0; v < count; v++)
             for (int k = 0; k < K; k++) store(lines + (j * K + k) * padded + v * LANES, sum[j][v][k]);
@@ -712,29 +713,98 @@ template <class T> void backward_write(const Backward &a, int64_t begin, int64_t
 
 // ---- inference: the example's own moments have weight alpha, the moving averages the rest ----
 
+// Parameters of a block of channels.
+struct Weighed {
+    const float *M, *V, *weight, *bias, *alpha;
+    int64_t step;
+
+    Weighed(const Infer &a, int64_t c0)
+        : M(a.running_mean + c0), V(a.running_var + c0), weight(a.weight ? a.weight + c0 : nullptr),
+          bias(a.bias ? a.bias + c0 : nullptr), alpha(a.alpha + c0 * a.alpha_step), step(a.alpha_step) {}
+
+    double own(int64_t c) const { return alpha[c * step]; }
+    double mixed(int64_t c, const double *m) const { return (1 - own(c)) * M[c] + own(c) * m[c]; }
+    // Of the channels from g on that are a group, given the mean and variance of each over the example.
+    void group(int64_t g, int64_t per, const double *m, const double *v, double eps, double &mean, double &rstd) const {
+        double variance = 0;
+        mean = 0;
+        for (int64_t c = g; c < g + per; c++) mean += mixed(c, m);
+        mean /= per;
+        for (int64_t c = g; c < g + per; c++) {
+            const double a = own(c), mine = m[c] - mean, moving = M[c] - mean;
+            variance += (1 - a) * (V[c] + moving * moving) + a * (v[c] + mine * mine);
+        }
+        rstd = 1 / __builtin_sqrt(variance / per + eps);
+    }
+};
+
 template <class T> void infer(const Infer &a, int64_t begin, int64_t end) {
     const T *x = (const T *)a.x;
-    const double alpha = a.alpha;
     EACH_UNIT(a) {
         (void)K;
         const Block b = unit_block(s, group, c0, least(a.plan.width, C - c0));
-        const float *M = a.running_mean + c0, *V = a.running_var + c0;
-        const float *weight = a.weight ? a.weight + c0 : nullptr, *bias = a.bias ? a.bias + c0 : nullptr;
-        double *m = scratch.c, *v = scratch.d;
-        __builtin_memcpy(k.centre, M, b.width * sizeof(float));  // the moving average is a good guess of the mean
+        const Weighed p(a, c0);
+        double *m = scratch.c, *v = scratch.d, mean, rstd;
+        __builtin_memcpy(k.centre, p.M, b.width * sizeof(float));  // the moving average is a good guess of the mean
         statistics_near(b, x, k.centre, scratch, m, v);
         for (int64_t g = 0; g < b.width; g += per) {
-            double mean = 0, variance = 0;
-            for (int64_t c = g; c < g + per; c++) mean += (1 - alpha) * M[c] + alpha * m[c];
-            mean /= per;
-            for (int64_t c = g; c < g + per; c++) {
-                const double own = m[c] - mean, moving = M[c] - mean;
-                variance += (1 - alpha) * (V[c] + moving * moving) + alpha * (v[c] + own * own);
-            }
-            const float rstd = (float)(1 / __builtin_sqrt(variance / per + a.eps));
-            for (int64_t c = g; c < g + per; c++) set_coefficients(k, c, mean, rstd, weight, bias);
+            p.group(g, per, m, v, a.eps, mean, rstd);
+            for (int64_t c = g; c < g + per; c++) set_coefficients(k, c, mean, (float)rstd, p.weight, p.bias);
         }
         write<false>(b, a.plan, x, x, k, (T *)a.y);
+    }
+}
+
+// The statistics are computed again. With mu and s the mixed mean and variance of a group of channels, and r = 1 / sqrt(s + eps),
+//   dL/dmu = -r sum(w dy),  dL/ds = -r^2 / 2 sum(w dy xhat),
+// over the group. From there on by channel, with a = alpha, m and v the example's moments and M and V the moving ones:
+//   dL/dm = a (dL/dmu + 2 dL/ds (m - mu)),  dL/dv = a dL/ds,
+//   dL/da = dL/dmu (m - M) + dL/ds (v + (m - mu)^2 - V - (M - mu)^2),  all divided by the channels of the group.
+template <class T> void infer_backward(const InferBackward &a, int64_t begin, int64_t end) {
+    const T *x = (const T *)a.x, *dy = (const T *)a.dy;
+    EACH_UNIT(a) {
+        (void)K;
+        const Block b = unit_block(s, group, c0, least(a.plan.width, C - c0));
+        const Weighed p(a, c0);
+        const int64_t row = group * C + c0;
+        double *const m = scratch.c, *const v = scratch.d, *const sum = a.sum + row, *const dot = a.dot + row;
+        double *const out[] = {sum, dot, m, v}, share = 1 / (double)b.values();
+        const auto moments = [&](const float *guess) {
+            bool near = true;
+            sums<BOTH>(b, x, dy, guess, scratch, out);
+            for (int64_t c = 0; c < b.width; c++) {
+                const double off = m[c] * share, variance = v[c] * share - off * off;
+                m[c] = guess[c] + off;
+                v[c] = variance < 0 ? 0 : variance;
+                near &= is_near(guess[c], m[c], v[c]);
+            }
+            return near;
+        };
+        __builtin_memcpy(k.centre, p.M, b.width * sizeof(float));
+        if (!moments(k.centre)) {
+            for (int64_t c = 0; c < b.width; c++) k.centre[c] = (float)m[c];
+            moments(k.centre);
+        }
+        for (int64_t g = 0; g < b.width; g += per) {
+            double mean, r, of_mean = 0, of_variance = 0;
+            p.group(g, per, m, v, a.eps, mean, r);
+            for (int64_t c = g; c < g + per; c++) {
+                const double w = p.weight ? p.weight[c] : 1;
+                dot[c] = (dot[c] + (k.centre[c] - mean) * sum[c]) * r;
+                of_mean -= w * r * sum[c] / per;
+                of_variance -= w * r * r * dot[c] / (2 * per);
+            }
+            for (int64_t c = g; c < g + per; c++) {
+                const double own = m[c] - mean, moving = p.M[c] - mean, alpha = p.own(c);
+                a.dalpha[row + c] = of_mean * (m[c] - p.M[c]) + of_variance * (v[c] + own * own - p.V[c] - moving * moving);
+                const double slope = 2 * alpha * of_variance * share;
+                const double constant = alpha * (of_mean + 2 * of_variance * own) * share;
+                k.scale[c] = (float)(p.weight ? p.weight[c] * r : r);
+                k.slope[c] = (float)slope;
+                k.shift[c] = (float)(constant + slope * (k.centre[c] - m[c]));
+            }
+        }
+        if (a.dx) write<true>(b, a.plan, x, dy, k, (T *)a.dx);
     }
 }
 
@@ -742,7 +812,7 @@ template <class T> void infer(const Infer &a, int64_t begin, int64_t end) {
 
 #define KERNELS(T)                                                                                                     \
     {forward<T>,       forward_statistics<T>, forward_join<T>,   forward_write<T>, backward<T>,                        \
-     backward_sums<T>, backward_join<T>,      backward_write<T>, infer<T>}
+     backward_sums<T>, backward_join<T>,      backward_write<T>, infer<T>,  infer_backward<T>}
 
 extern const Kernels BETTERNORM_TABLE[TYPES] = {KERNELS(float), KERNELS(bfloat16), KERNELS(float16)};
 

@@ -59,13 +59,21 @@ struct Backward {
     Coefficients coefficients;
 };
 
+// Alpha has one value (`alpha_step` 0) or one per channel (1).
 struct Infer {
-    Shape shape;  // one group an example
+    Shape shape;  // one group per example
     Plan plan;
     const void *x;
-    const float *running_mean, *running_var, *weight, *bias;
-    double alpha, eps;
+    const float *running_mean, *running_var, *weight, *bias, *alpha;
+    int64_t alpha_step;
+    double eps;
     void *y;
+};
+
+struct InferBackward : Infer {  // without y
+    const void *dy;
+    void *dx;                    // may be null
+    double *dalpha, *dot, *sum;  // gradients of alpha, weight and bias, (examples, channels)
 };
 
 // Each does the units, slices or groups from `begin` to `end`.
@@ -79,6 +87,7 @@ struct Kernels {
     void (*backward_join)(const Backward &, int64_t begin, int64_t end);
     void (*backward_write)(const Backward &, int64_t begin, int64_t end);
     void (*infer)(const Infer &, int64_t begin, int64_t end);
+    void (*infer_backward)(const InferBackward &, int64_t begin, int64_t end);
 };
 
 enum Type { FLOAT32, BFLOAT16, FLOAT16, TYPES };

@@ -82,6 +82,12 @@ Tensor laid_out_as(const Tensor &like, const Tensor &t) {
     return copy;
 }
 
+void check_same_shape(const Tensor &dy, const Tensor &x) {
+    const auto a = dy.sizes(), b = x.sizes();
+    STD_TORCH_CHECK(std::equal(a.begin(), a.end(), b.begin(), b.end()), "betternorm: dy and x differ in shape");
+    STD_TORCH_CHECK(dy.is_cpu(), "betternorm: dy is not on the CPU, and the input is");
+}
+
 Tensor empty(std::vector<int64_t> sizes) {
     std::vector<int64_t> strides(sizes.size(), 1);
     for (size_t i = sizes.size(); i-- > 1;) strides[i - 1] = strides[i] * sizes[i];
@@ -154,17 +160,17 @@ void each(const Arguments &a, int64_t count, void (*work)(const Arguments &, int
 // Room for the numbers of one operator: tables of (groups, channels), the batch's own, and what slices leave behind. A thread
 // keeps it from call to call, since pages that are asked for anew each time cost more than what is computed in them.
 struct Room {
-    double *tables[2], *batch[2], *parts[3];
+    double *tables[3], *batch[2], *parts[3];
     Coefficients coefficients;
 
-    Room(const Shape &s, const Plan &plan) {
+    Room(const Shape &s, const Plan &plan, int64_t count = 2) {
         static thread_local std::vector<double> held;
         const int64_t C = s.channels, table = s.groups * C, part = plan.slices > 1 ? table * plan.slices : 0;
-        const size_t size = 2 * table + 2 * C + (part ? 3 * part + 2 * table : 0);
+        const size_t size = count * table + 2 * C + (part ? 3 * part + 2 * table : 0);
         if (held.size() < size) held.resize(size);
         double *next = held.data();
         const auto take = [&](int64_t count) { return std::exchange(next, next + count); };
-        for (double *&t : tables) t = take(table);
+        for (int64_t i = 0; i < count; i++) tables[i] = take(table);
         for (double *&t : batch) t = take(C);
         if (!part) return;
         for (double *&t : parts) t = take(part);
@@ -310,20 +316,50 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor &given_dy, const Tensor
     return {dx, as_floats(room.batch[0], C), as_floats(room.batch[1], C)};
 }
 
+// `x` is dense; `kept` owns what had to be converted.
+Infer inference(const Tensor &x, const Tensor &running_mean, const Tensor &running_var, const std::optional<Tensor> &weight,
+                const std::optional<Tensor> &bias, const Tensor &alpha, int64_t channels_per_group, double eps, int64_t at_once,
+                std::vector<Tensor> &kept) {
+    const Shape s = shape_of(x, x.size(0), channels_per_group);
+    const int64_t C = s.channels, alphas = alpha.numel() == 1 ? 1 : C;
+    return {s, plan_for(s, x.element_size(), at_once, false), x.const_data_ptr(),
+            floats("running_mean", running_mean, C, kept), floats("running_var", running_var, C, kept),
+            floats("weight", weight, C, kept), floats("bias", bias, C, kept), floats("alpha", alpha, alphas, kept),
+            alphas > 1, eps, nullptr};
+}
+
 Tensor infer(const Tensor &given, const Tensor &running_mean, const Tensor &running_var, const std::optional<Tensor> &weight,
              const std::optional<Tensor> &bias, const Tensor &alpha, int64_t channels_per_group, double eps) {
-    const Tensor x = dense(given);
-    const Shape s = shape_of(x, x.size(0), channels_per_group);
-    const Plan plan = plan_for(s, x.element_size(), CHUNK, false);
+    const Tensor x = dense(given), y = torch::stable::empty_like(x);
     std::vector<Tensor> kept;
-    check_vector("alpha", alpha, 1);
-    const double weight_of_example = *floats("alpha", alpha, 1, kept);
-    const Tensor y = torch::stable::empty_like(x);
-    const Infer a{s, plan, x.const_data_ptr(), floats("running_mean", running_mean, s.channels, kept),
-                  floats("running_var", running_var, s.channels, kept), floats("weight", weight, s.channels, kept),
-                  floats("bias", bias, s.channels, kept), weight_of_example, eps, y.mutable_data_ptr()};
-    each(a, s.groups * plan.across, kernels_for(x.scalar_type()).infer);
+    Infer a = inference(x, running_mean, running_var, weight, bias, alpha, channels_per_group, eps, CHUNK, kept);
+    a.y = y.mutable_data_ptr();
+    each(a, a.shape.groups * a.plan.across, kernels_for(x.scalar_type()).infer);
     return y;
+}
+
+// Gradients of x, alpha, weight and bias; those of the last three are vectors of all channels.
+std::tuple<Tensor, Tensor, Tensor, Tensor> infer_backward(
+    const Tensor &given_dy, const Tensor &given_x, const Tensor &running_mean, const Tensor &running_var,
+    const std::optional<Tensor> &weight, const Tensor &alpha, int64_t channels_per_group, double eps, bool need_dx) {
+    check_same_shape(given_dy, given_x);
+    const Tensor x = dense(given_x), dy = laid_out_as(x, given_dy);
+    const Tensor dx = need_dx ? torch::stable::empty_like(x) : empty({0});
+    std::vector<Tensor> kept;
+    InferBackward a{inference(x, running_mean, running_var, weight, std::nullopt, alpha, channels_per_group, eps, 0, kept)};
+    const Shape &s = a.shape;
+    const Plan &plan = a.plan;
+    const Room room(s, plan, 3);
+    const int64_t C = s.channels;
+    a.dy = dy.const_data_ptr();
+    a.dx = need_dx ? dx.mutable_data_ptr() : nullptr;
+    a.dalpha = room.tables[0], a.dot = room.tables[1], a.sum = room.tables[2];
+    each(a, s.groups * plan.across, kernels_for(x.scalar_type()).infer_backward);
+    const auto total = [&](const double *table) {
+        add_rows(s.groups, C, table, room.batch[0]);
+        return as_floats(room.batch[0], C);
+    };
+    return {dx, total(a.dalpha), total(a.dot), total(a.sum)};
 }
 
 }  // namespace
@@ -334,4 +370,5 @@ STABLE_TORCH_LIBRARY_IMPL(betternorm, CPU, m) {
     m.impl("forward_and_track", TORCH_BOX(betternorm::forward_and_track));
     m.impl("backward", TORCH_BOX(betternorm::backward));
     m.impl("infer", TORCH_BOX(betternorm::infer));
+    m.impl("infer_backward", TORCH_BOX(betternorm::infer_backward));
 }
