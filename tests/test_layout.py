@@ -67,6 +67,8 @@ def test_a_way_to_tune_alpha_visits_each_module_of_weighing_after_what_it_builds
         "few_layers",
         "search",
         "comparison",
+        "fit_result",
+        "fit",
     ]
     names = [f"betternorm.weighing.{name}" for name in order]
     assert set(names) == {module for module in MODULES if module.startswith("betternorm.weighing.")}
