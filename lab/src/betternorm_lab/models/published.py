@@ -24,9 +24,7 @@ class InvertedResidual(nn.Module):
         wide = channels_in * expansion
         widen = [] if expansion == 1 else [_conv_norm(channels_in, wide, 1)]
         depthwise = _conv_norm(wide, wide, 3, stride, groups=wide)
-        self.conv = nn.Sequential(
-            *widen, depthwise, nn.Conv2d(wide, channels, 1, bias=False), nn.BatchNorm2d(channels)
-        )
+        self.conv = nn.Sequential(*widen, depthwise, nn.Conv2d(wide, channels, 1, bias=False), nn.BatchNorm2d(channels))
         self.residual = stride == 1 and channels_in == channels
 
     def forward(self, x: Tensor) -> Tensor:
