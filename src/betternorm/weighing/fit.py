@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import copy
 import os
-import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,10 +24,10 @@ from betternorm.layers import GroupedBatchNorm
 from betternorm.weighing.alpha import alpha_as_trained, tuned_layers
 from betternorm.weighing.batches import device_of, example_keys, iterate, output_and_target, output_of
 from betternorm.weighing.calibration import calibrate, has_no_averages
-from betternorm.weighing.evaluation import SAVE_EVERY, _signature
 from betternorm.weighing.fit_result import STRENGTHS, AlphaFit, judge
 from betternorm.weighing.folds import assign_folds
-from betternorm.weighing.shifted import Shifts
+from betternorm.weighing.objective import Shifts
+from betternorm.weighing.resume import SAVE_EVERY, ResumeFile, signature
 from betternorm.weighing.shifts import Corruption, Shift, functions_by_kind
 
 PER = ("channel", "layer", "model")
@@ -208,7 +206,7 @@ class _Fit:
         self._entries = [part.to(x.device) for part in entries.split(sizes)]
         self.baseline_logits = self._check()
         self.own = self.baseline_logits.softmax(1)
-        self._file: Path | None = None
+        self._file = ResumeFile(None, str)
         # What an interrupted call continues from: finished fits, the fit under way, and values by fold.
         self.state: dict[str, Any] = {"fits": [], "descent": {}, "values": []}
 
@@ -284,8 +282,7 @@ class _Fit:
                     "optimizer": optimizer.state_dict(),
                 }
                 bar.advance()
-                if time.monotonic() - self._saved > SAVE_EVERY:
-                    self.save()
+                self.save(SAVE_EVERY)
         finally:
             self.save()
         self.state["fits"].append(parameters.detach().clone())
@@ -351,30 +348,13 @@ class _Fit:
     # -- interruptions --
 
     def open(self, resume: str | os.PathLike[str] | None, *options: Any) -> None:
-        self._saved = time.monotonic()
-        if resume is None:
-            return
-        self._file = Path(resume)
-        self._signature = _signature(self.model, [repr(options), str(self.keys.tolist())], None)
-        if not self._file.exists():
-            return
-        try:
-            state = torch.load(self._file, weights_only=True)
-        except Exception as error:
-            raise ValueError(f"resume={str(resume)!r} is not a file of fit_alpha; remove it ({error})") from error
-        if not isinstance(state, dict) or state.pop("signature", None) != self._signature:
-            raise ValueError(
-                f"resume={str(resume)!r} belongs to another model, other images or other options; remove the file or "
-                "choose another name"
-            )
-        self.state = state
+        self._file = ResumeFile(
+            resume, lambda: signature(self.model, self.forward, self.kinds, options, self.keys, self.labels)
+        )
+        self.state = self._file.load() or self.state
 
-    def save(self) -> None:
-        self._saved = time.monotonic()
-        if self._file is not None:
-            partial = self._file.with_name(self._file.name + ".partial")
-            torch.save({"signature": self._signature, **self.state}, partial)
-            partial.replace(self._file)
+    def save(self, every: float = 0.0) -> None:
+        self._file.save(lambda: self.state, every)
 
 
 def _logits(model: nn.Module, images: Tensor) -> Any:

@@ -138,7 +138,9 @@ def four_rows(
 
 
 def change(judged: Evaluations, alpha: float, metric: str) -> Gain:
-    return judged.gain(metric, judged.numbers(metric, 0.0), judged.numbers(metric, alpha), 0.95, SEED)
+    column = judged.column(metric)
+    before, after = column.numbers(0.0), column.numbers(alpha)
+    return gain_between(column.metric, before, after, column.counts, column.units, seed=SEED)
 
 
 def summary(result: dict[str, Any]) -> str:

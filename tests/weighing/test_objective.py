@@ -16,7 +16,10 @@ from betternorm.weighing.result import AlphaSearch
 from betternorm.weighing.search import tune_alpha
 from betternorm.weighing.shifts import corruptions
 
-pytestmark = pytest.mark.filterwarnings("ignore::betternorm.errors.UncertainGainWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::betternorm.errors.UncertainGainWarning"),
+    pytest.mark.filterwarnings("ignore:per_layer is deprecated:DeprecationWarning"),
+]
 
 # Of an input x the best alpha is x: the error is (alpha - x)².
 error = Metric("error", lambda output, target: output, higher_is_better=False)
@@ -170,15 +173,15 @@ def test_a_few_layers_of_a_classifier_under_corruptions(images: Tensor, labels: 
     [
         ({"shifts": "teapot"}, "shift 'teapot' is not known"),
         ({"shifts": {}}, "shifts is empty"),
-        ({"shifts": {"clean": brighter}}, "one called 'clean'"),
-        ({"max_clean_drop": 1.0}, "give shifts=... too"),
+        ({"shifts": {"clean": brighter}}, "contains the name 'clean'"),
+        ({"max_clean_drop": 1.0}, "pass shifts=... too"),
         ({"shifts": {"a": brighter}, "max_clean_drop": -1.0}, "max_clean_drop=-1.0 must be 0 or more"),
         ({"shifts": {"a": wanted(0.5)}, "per_layer": True}, "'a' is a loader"),
-        ({"shifts": {"a": wanted(0.5)}, "layers": 1}, "layers=1 fits alphas on .* 'a' is a loader"),
-        ({"shifts": {"a": brighter}, "objective": "ece"}, "'ece' is no mean over examples"),
+        ({"shifts": {"a": wanted(0.5)}, "layers": 1}, "layers=1 optimizes alphas on .* 'a' is a loader"),
+        ({"shifts": {"a": brighter}, "objective": "ece"}, "'ece' is not a mean over examples"),
     ],
 )
-def test_shifts_that_cannot_be_say_why(options: dict[str, Any], message: str) -> None:
+def test_invalid_shifts_are_errors(options: dict[str, Any], message: str) -> None:
     model = known()
     with pytest.raises(ValueError, match=message):
         tune_alpha(model, wanted(0.1), **({"objective": error, "metrics": ()} | options), forward=forward)
