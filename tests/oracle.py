@@ -30,12 +30,13 @@ def infer(
     running_var: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    alpha: float,
+    alpha: float | Tensor,
     channels_per_group: int = 1,
     eps: float = 1e-5,
 ) -> np.ndarray:
     """Inference as the paper has it: first and second moments are mixed, then averaged over the channel group."""
     data = numpy(x)
+    alpha = numpy(alpha) if isinstance(alpha, Tensor) else alpha
     space = tuple(range(2, data.ndim))
     moving_first, moving_second = numpy(running_mean), numpy(running_var) + numpy(running_mean) ** 2
     first = (1 - alpha) * moving_first + alpha * data.mean(space)
@@ -54,7 +55,7 @@ def infer_with_gradient(
     running_var: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    alpha: float,
+    alpha: float | Tensor,
     channels_per_group: int,
     eps: float,
 ) -> Tensor:

@@ -19,8 +19,8 @@ TOLERANCE = {"rtol": 0, "atol": 1e-5}
 SIZES = (1, 7, 256)
 
 
-def tuned(norm: Any) -> nn.Sequential:
-    """A small network, its alphas set by layer."""
+def tuned(norm: Any, by_channel: bool = False) -> nn.Sequential:
+    """A small network, its alphas set by layer, or by channel and in part zero."""
     torch.manual_seed(2)
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1),
@@ -34,16 +34,17 @@ def tuned(norm: Any) -> nn.Sequential:
     ).eval()
     convert(model, "weighed")
     calibrate(model, [torch.randn(32, 3, 8, 8) + 0.5])
-    set_alpha(model, {"1": 0.1, "4": 0.6})
+    set_alpha(model, {"1": torch.linspace(-1, 1, 8).clamp_min(0), "4": 0.6} if by_channel else {"1": 0.1, "4": 0.6})
     return model
 
 
 NORMS = {"batch": nn.BatchNorm2d, "group": lambda channels: nn.GroupNorm(2, channels), "instance": nn.InstanceNorm2d}
 
 
-@pytest.fixture(params=NORMS)
+@pytest.fixture(params=[(name, by_channel) for by_channel in (False, True) for name in NORMS], ids=str)
 def model(request: pytest.FixtureRequest) -> nn.Sequential:
-    return tuned(NORMS[request.param])
+    name, by_channel = request.param
+    return tuned(NORMS[name], by_channel)
 
 
 @pytest.fixture
@@ -70,13 +71,20 @@ def test_an_exported_program_is_saved_and_loaded(tmp_path: Path, images: Tensor)
     torch.testing.assert_close(program(images), model(images), **TOLERANCE)
 
 
-def test_onnxruntime_is_equal_to_eager_for_any_batch(model: nn.Sequential, images: Tensor, tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("dynamo", [True, False])
+def test_onnxruntime_is_equal_to_eager_for_any_batch(
+    model: nn.Sequential, images: Tensor, tmp_path: Path, dynamo: bool
+) -> None:
     pytest.importorskip("onnx")
     pytest.importorskip("onnxscript")
     onnxruntime = pytest.importorskip("onnxruntime")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the exporter about itself
-        torch.onnx.export(model, (images[:2],), tmp_path / "model.onnx", dynamo=True, verbose=False, **dynamic_batch())
+        sizes: dict[str, Any] = (
+            dynamic_batch() if dynamo else {"dynamic_axes": {"x": {0: "batch"}}, "input_names": ["x"]}
+        )
+        torch.onnx.export(model, (images[:2],), tmp_path / "model.onnx", dynamo=dynamo, verbose=False, **sizes)
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
     name = session.get_inputs()[0].name
     with torch.no_grad():
@@ -96,7 +104,7 @@ def test_alpha_is_inside_the_exported_program(images: Tensor) -> None:
 
 
 def test_a_compiled_network_is_compiled_once_for_all_alphas(images: Tensor) -> None:
-    """Once for 0, which is torch's own batch norm, and once for every other value."""
+    """Once for 0, which is torch's own batch norm, once for every other number, and once for vectors."""
     torch._dynamo.reset()
     graphs = []
 
@@ -115,16 +123,23 @@ def test_a_compiled_network_is_compiled_once_for_all_alphas(images: Tensor) -> N
             set_alpha(model, alpha)
             torch.testing.assert_close(compiled(images), model(images), **TOLERANCE)
     assert len(graphs) <= 3
+    compiled_before = len(graphs)
+    with torch.no_grad():
+        for alpha in (torch.linspace(0, 1, 8), torch.linspace(1, 0, 8), torch.eye(8)[3]):
+            set_alpha(model, {"1": alpha, "4": alpha.flip(0)})
+            torch.testing.assert_close(compiled(images), model(images), **TOLERANCE)
+    assert len(graphs) == compiled_before + 1
     torch._dynamo.reset()
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler, and there is no g++")
 def test_inductor_is_equal_to_eager_for_any_batch(images: Tensor) -> None:
     torch._dynamo.reset()
-    model = tuned(nn.BatchNorm2d)
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the compiler about itself
-        compiled = torch.compile(model, dynamic=True)
-        for size in SIZES[1:]:
-            torch.testing.assert_close(compiled(images[:size]), model(images)[:size], **TOLERANCE)
+    for by_channel in (False, True):
+        model = tuned(nn.BatchNorm2d, by_channel)
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the compiler about itself
+            compiled = torch.compile(model, dynamic=True)
+            for size in SIZES[1:]:
+                torch.testing.assert_close(compiled(images[:size]), model(images)[:size], **TOLERANCE)
     torch._dynamo.reset()

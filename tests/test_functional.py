@@ -366,6 +366,93 @@ def test_gradients_at_inference_are_exact_through_the_example_too(alpha, shape, 
     assert torch.autograd.gradgradcheck(run, inputs)
 
 
+VECTORS = {
+    "zeros in it": lambda channels: torch.rand(channels) * (torch.arange(channels) % 3 > 0),
+    "all zero": torch.zeros,
+    "all one": torch.ones,
+    "one number": lambda channels: torch.tensor(0.3),
+    "the number zero": lambda channels: torch.tensor(0.0),
+}
+
+
+@pytest.mark.parametrize("kind", VECTORS)
+@pytest.mark.parametrize("shape", [(3, 4), (3, 4, 2), (2, 4, 2, 3)])
+@pytest.mark.parametrize("per", [1, 2])
+def test_the_gradient_of_alpha_is_exact(kind, shape, per) -> None:
+    x, weight, bias, _ = case(shape, torch.float64)
+    moving = torch.randn(4).double(), torch.rand(4).double() + 0.5
+    inputs = [t.requires_grad_() for t in (x, VECTORS[kind](4).double())]
+
+    def run(x: Tensor, alpha: Tensor) -> Tensor:
+        return weighed_batch_norm(x, *moving, weight, bias, alpha, per, eps=0.1)
+
+    assert torch.autograd.gradcheck(run, inputs)
+    assert torch.autograd.gradgradcheck(run, inputs)
+
+
+@pytest.mark.parametrize("kind", VECTORS)
+@pytest.mark.parametrize(("shape", "per"), SHAPES)
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "strided"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("way")
+def test_gradients_at_inference_are_those_of_float64(kind, shape, per, layout, dtype) -> None:
+    x, weight, bias, dy = case(shape)
+    x, dy = x.to(dtype), dy.to(dtype)
+    if layout not in layouts(x):
+        pytest.skip("this rank has no such format")
+    channels = shape[1]
+    moving, alpha = (torch.randn(channels), torch.rand(channels) + 0.5), VECTORS[kind](channels)
+    leaves = [t.requires_grad_() for t in (layouts(x)[layout].detach(), weight, bias, alpha)]
+    exact = [t.detach().double().requires_grad_() for t in (x, weight, bias, alpha)]
+    y = weighed_batch_norm(leaves[0], *moving, *leaves[1:], per, eps=0.1)
+    exact_moving = [t.double() for t in moving]
+    wanted = oracle.infer_with_gradient(exact[0], *exact_moving, *exact[1:], per, 0.1)
+    found = torch.autograd.grad(y, leaves, dy)
+    for one, other in zip(found, torch.autograd.grad(wanted, exact, dy.double()), strict=True):
+        scale = max(1.0, float(other.abs().max()))
+        close(one / scale, other / scale, 1e-4 if dtype == torch.float32 else 2e-2)
+
+
+@pytest.mark.parametrize("mean", [0.0, 1e3])
+@pytest.mark.usefixtures("way")
+def test_the_gradient_of_alpha_is_right_far_from_the_moving_mean(mean) -> None:
+    """The fused kernel sums about the moving mean, and reads the example again where that is far."""
+    x, dy = torch.randn(3, 4, 9, 9) + mean, torch.randn(3, 4, 9, 9)
+    alpha = torch.tensor([0.0, 0.2, 0.9, 1.0])
+    found = [t.clone().requires_grad_() for t in (x, alpha)]
+    exact = [t.double().requires_grad_() for t in (x, alpha)]
+    moving = torch.zeros(4), torch.ones(4)
+    y = weighed_batch_norm(found[0], *moving, alpha=found[1])
+    wanted = weighed_batch_norm(exact[0], *(t.double() for t in moving), alpha=exact[1])
+    for one, other in zip(
+        torch.autograd.grad(y, found, dy), torch.autograd.grad(wanted, exact, dy.double()), strict=True
+    ):
+        scale = float(other.abs().max())
+        close(one / scale, other / scale, 1e-4)
+
+
+def test_alphas_of_another_number_are_refused(way) -> None:
+    x, moving = torch.randn(3, 6, 4, 4), (torch.zeros(6), torch.ones(6))
+    kind, message = {
+        "compiled": (RuntimeError, "alpha has 5 elements and the input has 6 channels"),
+        "plain": (ValueError, r"alpha has the shape \(5,\), and the input 6 channels"),
+    }[way]
+    with pytest.raises(kind, match=message):
+        weighed_batch_norm(x, *moving, alpha=torch.rand(5))
+
+
+@pytest.mark.parametrize(("shape", "per"), SHAPES)
+@pytest.mark.usefixtures("way")
+def test_a_constant_vector_is_the_number(shape, per) -> None:
+    x, weight, bias, _ = case(shape)
+    moving = torch.randn(shape[1]), torch.rand(shape[1]) + 0.5
+    y, wanted = (
+        weighed_batch_norm(x, *moving, weight, bias, alpha, per)
+        for alpha in (torch.full((shape[1],), 0.3), torch.tensor(0.3))
+    )
+    torch.testing.assert_close(y, wanted, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.usefixtures("way")
 def test_inference_with_and_without_a_gradient_gives_the_same() -> None:
     x, weight, bias, _ = case((5, 6, 4, 4))

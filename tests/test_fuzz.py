@@ -40,15 +40,20 @@ class Case:
     dtype: torch.dtype
     half_parameters: bool  # a layer of the input's type, where that is a half type; otherwise float32
     affine: bool
-    alpha: float
+    alpha: float | tuple[float, ...]  # a vector is repeated or cut to the number of channels
     training: bool
     offset: float
-    wants: tuple[bool, bool, bool]  # gradients of x, weight and bias
+    wants: tuple[bool, bool, bool]  # gradients of x, weight and bias, and of alpha where it is a vector
     seed: int
 
     @property
     def shape(self) -> tuple[int, ...]:
         return (self.examples, self.groups * self.channels_per_group, *self.space)
+
+    def alphas(self) -> float | Tensor:
+        if not isinstance(self.alpha, tuple):
+            return self.alpha
+        return torch.tensor(self.alpha).repeat(self.shape[1])[: self.shape[1]]
 
     def sizes(self) -> list[int]:
         """The examples of each group; the larger ones come first."""
@@ -60,6 +65,7 @@ class Case:
         return min(self.sizes()) * self.channels_per_group * int(torch.tensor(self.space).prod()) > 2
 
 
+number = st.just(0.0) | st.just(1.0) | st.floats(0.001, 0.999)
 LAYOUTS = ("contiguous", "channels_last", "transposed", "every other", "expanded")
 cases = st.builds(
     Case,
@@ -72,7 +78,7 @@ cases = st.builds(
     dtype=st.sampled_from(tuple(TOLERANCE)),
     half_parameters=st.booleans(),
     affine=st.booleans(),
-    alpha=st.just(0.0) | st.just(1.0) | st.floats(0.001, 0.999),
+    alpha=number | st.lists(number, min_size=1, max_size=7).map(tuple),
     training=st.booleans(),
     offset=st.sampled_from((0.0, 0.0, 3.0, 1000.0)),
     wants=st.tuples(st.booleans(), st.booleans(), st.booleans()),
@@ -102,7 +108,7 @@ def check(case: Case) -> None:
     dy = torch.randn(case.shape, generator=draw).to(case.dtype)
     channels = case.shape[1]
     layer = GroupedBatchNorm(
-        channels, case.channels_per_group, case.examples_per_group, affine=case.affine, alpha=case.alpha, eps=1e-3
+        channels, case.channels_per_group, case.examples_per_group, affine=case.affine, alpha=case.alphas(), eps=1e-3
     )
     layer.running_mean.copy_(torch.randn(channels, generator=draw) + case.offset)
     layer.running_var.uniform_(0.5, 2, generator=draw)
@@ -140,7 +146,7 @@ def check(case: Case) -> None:
 def exact_output(case: Case, x: Tensor, weight: Any, bias: Any, layer: GroupedBatchNorm) -> Tensor:
     if case.training:
         return oracle.normalise(x, weight, bias, case.channels_per_group, case.sizes(), layer.eps)
-    alpha = float(layer.state_dict().get("alpha", 0.0))  # in float32, as the layer holds it
+    alpha = layer.state_dict().get("alpha", torch.zeros(())).double()  # float32, as in the layer
     mean, var = layer.running_mean.double(), layer.running_var.double()
     return oracle.infer_with_gradient(x, mean, var, weight, bias, alpha, case.channels_per_group, layer.eps)
 

@@ -63,9 +63,11 @@ def test_golden(golden: dict[str, np.ndarray], layout: str) -> None:
     close(layer.running_var + layer.running_mean**2, recorded("moving_x2"))
 
     layer.eval()
-    close(layer(recorded("x_eval")), recorded("y_eval"))
-    with torch.no_grad():
+    for alpha in (layer.alpha, torch.full((channels,), float(golden["alpha"]))):
+        layer.alpha = alpha
         close(layer(recorded("x_eval")), recorded("y_eval"))
+        with torch.no_grad():
+            close(layer(recorded("x_eval")), recorded("y_eval"))
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor) -> None:

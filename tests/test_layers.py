@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import re
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from betternorm import BatchGroupNorm, BatchRenorm, GhostBatchNorm, GroupedBatchNorm
+from betternorm import BatchGroupNorm, BatchRenorm, GhostBatchNorm, GroupedBatchNorm, convert, set_alpha
 
 LAYERS = {
     "grouped": lambda **options: GroupedBatchNorm(6, 3, 4, **options),
@@ -461,6 +462,126 @@ def test_a_state_dict_does_not_change_with_the_layer_once_it_is_copied() -> None
     layer.alpha = 0.7
     layer.load_state_dict(saved)
     assert layer.alpha == 0.4
+
+
+VECTOR = torch.tensor([0.0, 0.5, 1.0, 0.25, 0.0, 0.125])
+ALPHAS = {"none": 0.0, "number": 0.9, "vector": torch.linspace(0, 1, 6)}
+
+
+def same_alpha(found: float | Tensor, wanted: float | Tensor) -> bool:
+    if isinstance(found, Tensor) != isinstance(wanted, Tensor):
+        return False
+    return torch.equal(found, wanted) if isinstance(wanted, Tensor) else found == wanted
+
+
+@every_layer
+def test_a_vector_of_alphas_is_read_back_as_a_copy(kind) -> None:
+    layer = LAYERS[kind](alpha=VECTOR)
+    assert same_alpha(layer.alpha, VECTOR)
+    layer.alpha.fill_(0.7)
+    assert same_alpha(layer.alpha, VECTOR)
+    for other in (torch.full((6,), 0.25), VECTOR.double(), VECTOR.tolist(), VECTOR.numpy()):
+        layer.alpha = other
+        assert same_alpha(layer.alpha, torch.as_tensor(other).float())
+    assert "alpha=0 to 1 (6 channels)" in repr(layer)
+    layer.alpha = 0.1
+    assert layer.alpha == 0.1
+
+
+@every_layer
+def test_a_vector_of_zeros_is_alpha_0(kind) -> None:
+    layer = randomised(LAYERS[kind](alpha=torch.zeros(6))).eval()
+    assert layer.alpha == 0.0
+    assert "alpha" not in layer.state_dict()
+    layer.alpha = VECTOR
+    layer.alpha = torch.zeros(6)
+    assert layer.alpha == 0.0
+    if getattr(layer, "channels_per_group", 1) == 1:
+        x = torch.randn(4, 6, 5, 5)
+        plain = F.batch_norm(x, layer.running_mean, layer.running_var, layer.weight, layer.bias, eps=layer.eps)
+        assert torch.equal(layer(x), plain)
+
+
+@pytest.mark.parametrize(
+    ("alpha", "message"),
+    [
+        (torch.rand(5), "alpha has 5 values and the layer has 6 channels"),
+        (torch.rand(2, 3), r"alpha has shape \(2, 3\) and the layer has 6 channels"),
+        (torch.tensor([0.1, float("nan"), 0, 0, 0, 0]), r"alpha has 1 of 6 values outside \[0, 1\], the first is nan"),
+        (torch.tensor([0.5, 0, 0, 0, -0.5, 1.5]), r"alpha has 2 of 6 values outside \[0, 1\], the first is -0.5"),
+    ],
+)
+def test_a_vector_that_does_not_fit_is_refused_and_changes_nothing(alpha, message) -> None:
+    layer = GhostBatchNorm(6, alpha=0.3)
+    with pytest.raises(ValueError, match=message):
+        layer.alpha = alpha
+    assert layer.alpha == 0.3
+    state = layer.state_dict() | {"alpha": alpha}
+    with pytest.raises(RuntimeError, match=message):
+        layer.load_state_dict(state)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("before", ALPHAS)
+@pytest.mark.parametrize("after", ALPHAS)
+@every_layer
+def test_a_layer_with_any_alpha_loads_any_other(kind, before, after, assign) -> None:
+    saved, layer = randomised(LAYERS[kind](alpha=ALPHAS[after])), LAYERS[kind](alpha=ALPHAS[before])
+    layer.load_state_dict(copy.deepcopy(saved.state_dict()), assign=assign)
+    assert same_alpha(layer.alpha, saved.alpha)
+    x = torch.randn(4, 6, 5, 5)
+    assert torch.equal(layer.eval()(x), saved.eval()(x))
+
+
+@every_layer
+def test_a_vector_of_alphas_follows_the_layer(kind) -> None:
+    layer = LAYERS[kind](alpha=VECTOR)
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), layer.half(), layer.to(torch.float64)):
+        assert same_alpha(other.alpha, VECTOR)
+        assert other.state_dict()["alpha"].dtype == torch.float32
+    with torch.inference_mode():
+        layer.alpha = VECTOR.flip(0)
+    layer.alpha = VECTOR
+    average = torch.optim.swa_utils.AveragedModel(nn.Sequential(layer), use_buffers=True)
+    average.update_parameters(nn.Sequential(layer))
+    assert same_alpha(average.module[0].alpha, VECTOR)
+
+
+class FrozenBatchNorm2d(nn.Module):
+    """What `convert` recognizes as torchvision's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.eps = 1e-5
+        for name in ("weight", "bias", "running_mean", "running_var"):
+            self.register_buffer(name, torch.rand(6) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
+
+
+@pytest.mark.parametrize("norm", [FrozenBatchNorm2d, lambda: nn.GroupNorm(2, 6)])
+def test_converted_layers_load_vectors(norm) -> None:
+    net, other = (convert(nn.Sequential(norm()), "weighed") for _ in range(2))
+    set_alpha(net, {"0": VECTOR})
+    other.load_state_dict(net.state_dict())
+    assert same_alpha(other[0].alpha, VECTOR)
+    other.load_state_dict({key: value for key, value in net.state_dict().items() if key != "0.alpha"})
+    assert other[0].alpha == float(norm is not FrozenBatchNorm2d)
+    set_alpha(net, {"0": torch.zeros(6)})
+    other.load_state_dict(net.state_dict())
+    assert other[0].alpha == 0.0
+
+
+@every_layer
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.usefixtures("way")
+def test_alphas_that_differ_by_channel_are_mixed_by_channel(kind, layout, gradient) -> None:
+    layer = randomised(LAYERS[kind](alpha=VECTOR)).eval()
+    x = torch.randn(4, 6, 9, 9).mul(2).add(1).contiguous(memory_format=LAYOUTS[layout]).requires_grad_(gradient)
+    moments = layer.running_mean, layer.running_var, layer.weight, layer.bias
+    close(layer(x), oracle.infer(x, *moments, VECTOR, layer.channels_per_group))
 
 
 def test_an_impossible_alpha_in_a_checkpoint_is_refused() -> None:

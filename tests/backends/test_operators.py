@@ -15,6 +15,7 @@ LAST = X.to(memory_format=torch.channels_last)
 WEIGHT, BIAS = torch.randn(8), torch.randn(8)
 MEAN, RSTD = torch.randn(2, 4), torch.rand(2, 4) + 0.5
 MOVING = torch.randn(8), torch.rand(8) + 0.5
+ALPHAS = torch.rand(8) * (torch.arange(8) % 2)
 
 
 @pytest.mark.parametrize(
@@ -28,6 +29,9 @@ MOVING = torch.randn(8), torch.rand(8) + 0.5
         ("backward", (torch.randn_like(X), X, WEIGHT, MEAN, RSTD, True)),
         ("backward", (torch.randn_like(LAST), LAST, None, MEAN, RSTD, False)),
         ("infer", (LAST, *MOVING, WEIGHT, BIAS, torch.tensor(0.3), 2, 1e-5)),
+        ("infer", (LAST, *MOVING, WEIGHT, BIAS, ALPHAS, 2, 1e-5)),
+        ("infer_backward", (torch.randn_like(X), X, *MOVING, WEIGHT, ALPHAS, 2, 1e-5, True)),
+        ("infer_backward", (torch.randn_like(LAST), LAST, *MOVING, None, torch.tensor(0.3), 1, 1e-5, False)),
     ],
 )
 def test_the_operators_keep_the_contract_of_torch_library(name, arguments) -> None:

@@ -19,7 +19,7 @@ from betternorm.weighing.alpha import set_alpha
 SHAPES = [(3, 6), (3, 6, 5), (3, 6, 5, 4), (2, 6, 3, 4, 5)]
 
 
-def inputs(shape: tuple[int, ...], alpha: float, affine: bool = True, dtype: torch.dtype = torch.float64) -> list[Any]:
+def inputs(shape: tuple[int, ...], alpha: Any, affine: bool = True, dtype: torch.dtype = torch.float64) -> list[Any]:
     generator = torch.Generator().manual_seed(3)
     x, *tables = (torch.randn(size, generator=generator, dtype=dtype) for size in (shape, *((shape[1],),) * 4))
     mean, var, weight, bias = tables
@@ -27,7 +27,7 @@ def inputs(shape: tuple[int, ...], alpha: float, affine: bool = True, dtype: tor
     return [2 * x + 1, mean, var.square() + 0.1, *affines, torch.tensor(alpha, dtype=dtype)]
 
 
-@pytest.mark.parametrize("alpha", [0.05, 0.5, 1.0])
+@pytest.mark.parametrize("alpha", [0.0, 0.05, 0.5, 1.0, [0.0, 0.3, 1.0, 0.0, 0.9, 0.0]], ids=str)
 @pytest.mark.parametrize("channels_per_group", [1, 3])
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)

@@ -239,13 +239,16 @@ def test_too_many_channels_a_group_are_refused(monkeypatch: pytest.MonkeyPatch) 
 def test_inference(shape: tuple[int, ...], per: int, layout: str, dtype: torch.dtype) -> None:
     x, weight, bias = problem(shape, layout, dtype)
     running_mean, running_var = torch.randn(shape[1]) + 3, torch.rand(shape[1]) + 1
-    for alpha in (0.0, 0.3, 1.0):
+    vector = torch.rand(shape[1]) * (torch.arange(shape[1]) % 3 > 0)
+    for alpha in (0.0, 0.3, 1.0, vector):
         y = backend.infer(
             x, running_mean.to(DEVICE), running_var.to(DEVICE), weight, bias,
-            torch.tensor(alpha, device=DEVICE), per, EPS,
+            torch.as_tensor(alpha, device=DEVICE), per, EPS,
         )  # fmt: skip
         expected = oracle.infer(x.cpu(), running_mean, running_var, weight.cpu(), bias.cpu(), alpha, per, EPS)
-        if x.dim() > 2 or alpha < 1 or per > 1:  # else every example is its own mean, and only rounding is left
+        if (
+            x.dim() > 2 or alpha is vector or alpha < 1 or per > 1
+        ):  # else every example is its own mean, and only rounding is left
             close(y, expected, dtype)
         assert y.dtype == dtype
         assert y.stride() == x.stride()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,6 @@ from betternorm.weighing.alpha import get_alpha
 from betternorm.weighing.metrics import Metric
 from betternorm.weighing.search import tune_alpha
 
-# Most tests insist on an alpha, and do not care whether it is any good.
 pytestmark = pytest.mark.filterwarnings("ignore::betternorm.errors.UncertainGainWarning")
 
 
@@ -91,17 +91,17 @@ def test_a_clear_gain_is_set_and_its_interval_holds_the_truth() -> None:
     assert gain.low < -(0.2**2) < gain.high  # from 0 to the mean of the targets
 
 
-def test_a_gain_that_could_be_chance_is_told_and_not_set() -> None:
+def test_an_insignificant_gain_warns_and_leaves_alpha_unchanged() -> None:
     model = known()
-    with pytest.warns(UncertainGainWarning, match="not distinguishable from zero: alpha stays 0"):
+    with pytest.warns(UncertainGainWarning, match="is not significant: alpha unchanged"):
         found = tune_alpha(model, noisy(0.001, 50, 0.5), (), squared_error, forward=answer)
     assert not found.significant
     assert get_alpha(model) == found.alpha == 0.0
 
 
-def test_who_insists_gets_the_best_all_the_same() -> None:
+def test_the_best_alpha_is_set_if_significance_is_not_required() -> None:
     model = known()
-    with pytest.warns(UserWarning, match="alpha was set, as asked"):
+    with pytest.warns(UserWarning, match="alpha set to .*, as requested"):
         found = tune_alpha(model, noisy(0.03, 50, 0.5), (), squared_error, forward=answer, require_significant=False)
     assert get_alpha(model) == found.alpha == found.best["squared_error"] > 0
 
@@ -160,6 +160,19 @@ def test_a_metric_that_should_rise_is_maximised() -> None:
     found = tune_alpha(known(), noisy(0.3), (), closeness, forward=answer)
     assert found.alpha == pytest.approx(0.3, abs=0.01)
     assert found.gains["closeness"].low > 0
+
+
+def test_the_objective_may_be_the_name_of_a_custom_metric() -> None:
+    by_name = tune_alpha(known(), noisy(0.3), (squared_error,), "squared_error", grid=5, forward=answer)
+    assert by_name == tune_alpha(known(), noisy(0.3), (), squared_error, grid=5, forward=answer)
+    with pytest.raises(ValueError, match="two metrics are named 'squared_error'"):
+        tune_alpha(known(), noisy(0.3), (squared_error,), Metric("squared_error", len, False), forward=answer)
+
+
+def test_a_result_cannot_be_changed() -> None:
+    result = tune_alpha(known(), noisy(0.3), (), squared_error, grid=[0.3], forward=answer)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        result.alpha = 0.5  # type: ignore[misc]
 
 
 def test_a_metric_that_returns_something_else_says_so() -> None:

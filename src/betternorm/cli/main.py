@@ -41,6 +41,7 @@ class Command:
 LIBRARY_COMMANDS: dict[str, Command] = {
     "inspect": Command("betternorm.cli.inspect", "the norm layers of a model, and what would help each"),
     "tune": Command("betternorm.cli.tune", "choose alpha for a pretrained model on labeled images", resumes=True),
+    "fit": Command("betternorm.cli.fit", "make a model robust with a few hundred unlabeled images", resumes=True),
     "completion": Command("betternorm.cli.completion", "completion of commands and options in your shell"),
 }
 LAB = "betternorm-lab"

@@ -8,7 +8,7 @@ import dataclasses
 import json
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -146,14 +146,20 @@ def _is_changed(found: AlphaSearch) -> bool:
 def _out(arguments: argparse.Namespace) -> Path:
     checkpoint: Path = arguments.checkpoint
     out: Path = arguments.out or checkpoint.with_name(f"{checkpoint.stem}-tuned{checkpoint.suffix}")
+    check_outputs([out, *_beside(out, arguments.fold)], arguments.force or arguments.dry_run)
+    return out
+
+
+def check_outputs(outputs: Sequence[Path], force: bool) -> None:
+    """The first is the checkpoint."""
+    out = outputs[0]
     if out.suffix not in (".pt", ".pth", ".safetensors"):
         raise UserError(f"--out is {out}; its name has to end in .pt, .pth or .safetensors")
     if not out.parent.is_dir():
         raise UserError(f"--out is {out}, and there is no folder {out.parent}")
-    there = [str(path) for path in (out, *_beside(out, arguments.fold)) if path.exists()]
-    if there and not (arguments.force or arguments.dry_run):
+    there = [str(path) for path in outputs if path.exists()]
+    if there and not force:
         raise UserError(f"{there[0]} exists; give --force to write over it, or another --out")
-    return out
 
 
 def _beside(out: Path, fold: bool) -> list[Path]:
@@ -337,7 +343,7 @@ def _remove(unfinished: Path) -> None:
 
 
 def _write(found: AlphaSearch, model: nn.Module, spec: str, out: Path, to_fold_with: Tensor | None) -> list[Path]:
-    """Everything or nothing: all is made under other names first. Without a gain there is no checkpoint."""
+    """Without a gain there is no checkpoint."""
     table, picture, page, *folded = _beside(out, to_fold_with is not None)
     makers: dict[Path, Callable[[Path], object]] = {
         table: found.save,
@@ -348,6 +354,12 @@ def _write(found: AlphaSearch, model: nn.Module, spec: str, out: Path, to_fold_w
         makers = {out: lambda path: save_checkpoint(model, path), **makers}
         for program in folded:
             makers[program] = lambda path: _export(_folded(model), to_fold_with, path)
+    write_all(makers)
+    return list(makers)
+
+
+def write_all(makers: Mapping[Path, Callable[[Path], object]]) -> None:
+    """Everything or nothing: all files are written under other names first."""
     made: list[tuple[Path, Path]] = []
     try:
         for target, make in makers.items():
@@ -357,11 +369,10 @@ def _write(found: AlphaSearch, model: nn.Module, spec: str, out: Path, to_fold_w
         for unfinished, target in made:
             unfinished.replace(target)
     except OSError as error:
-        raise UserError(f"{out.parent} cannot be written to: {error.strerror}") from error
+        raise UserError(f"{next(iter(makers)).parent} cannot be written to: {error.strerror}") from error
     finally:
         for unfinished, _ in made:
             unfinished.unlink(missing_ok=True)
-    return list(makers)
 
 
 def _check_fold(model: nn.Module, layers: int) -> None:

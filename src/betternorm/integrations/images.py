@@ -94,6 +94,23 @@ def read_images(path: Path, how: Preprocessing) -> Labelled:
     raise UserError(f"data {path}: it has to be a folder with one folder per class, or an .npz with images and labels")
 
 
+def read_unlabeled(path: Path, how: Preprocessing) -> Labelled:
+    """All images below a folder, or those of an .npz, with 0 as the label of each."""
+    if path.suffix == ".npz":
+        with open_npz(path) as file:
+            name = next((f"{split}images" for split in SPLITS if f"{split}images" in file), None)
+            pictures: Any = [] if name is None else file[name]
+        if len(pictures) and not (pictures.dtype == np.uint8 and pictures.ndim == 4 and pictures.shape[-1] == 3):
+            raise UserError(f"images {path}: {pictures.dtype} {pictures.shape}; expected bytes (N, H, W, 3)")
+    elif path.is_dir():
+        pictures = sorted(entry for entry in path.rglob("*") if is_image(entry))
+    else:
+        raise UserError(f"images {path}: there is no such folder; pass a folder of images, or an .npz")
+    if not len(pictures):
+        raise UserError(f"images {path}: there are no images ({', '.join(EXTENSIONS)}) in it")
+    return Labelled(pictures, [0] * len(pictures), how, f"images {path}")
+
+
 class Labelled(torch.utils.data.Dataset):  # type: ignore[type-arg]
     """Images and labels, prepared one by one."""
 

@@ -193,10 +193,11 @@ class GroupedBatchNorm(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
 
     def _lost_by_torch(self) -> list[str]:
         """What torch's batch norm with the same parameters and averages would not compute at inference."""
+        then = [name for name in self._then if not isinstance(self._modules[name], nn.Identity)]
         lost = {
             f"alpha={alpha_text(self.alpha)}": not self._alpha_is(0),
             f"channels_per_group={self.channels_per_group}": self.channels_per_group != 1,
-            f"what runs after it ({', '.join(self._then)})": bool(self._then),
+            f"what runs after it ({', '.join(then)})": bool(then),
         }
         return [name for name, is_lost in lost.items() if is_lost]
 

@@ -21,6 +21,7 @@ from betternorm_lab.training.config import JUDGED_BY
 
 Batches = Iterable[tuple[Tensor, Tensor]]
 Metrics = dict[str, float]
+METRICS_VERSION = 2
 
 # From a half to four. Between two of them the cross-entropy differs from its lowest by less than 1e-4.
 TEMPERATURES = tuple(2 ** (k / 24) for k in range(-24, 49))
