@@ -88,4 +88,4 @@ def _setting(alpha: float | None) -> float:
 
 
 def _means(measured: Evaluations, alpha: float | None) -> Metrics:
-    return {name: measured.average(name, measured.values[name][_setting(alpha)]) for name in JUDGED_BY}
+    return {name: measured.column(name).average(_setting(alpha)) for name in JUDGED_BY}
