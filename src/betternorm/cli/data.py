@@ -53,7 +53,7 @@ class Data:
 def build_model(arguments: argparse.Namespace, device: torch.device) -> nn.Module:
     """The model with the weights of the checkpoint, in evaluation mode."""
     keywords = {} if arguments.num_classes is None else {"num_classes": arguments.num_classes}
-    model = load_checkpoint(load_model(arguments.model, **keywords), arguments.checkpoint, arguments.ema)
+    model: nn.Module = load_checkpoint(load_model(arguments.model, **keywords), arguments.checkpoint, arguments.ema)
     model.to(device).eval()
     return model
 

@@ -79,6 +79,7 @@ def tune_for_row(network: nn.Module, loader: Iterable[Any], **options: Any) -> A
     """:func:`betternorm.tune_alpha`, which sets the best alpha even if its gain is not significant."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UncertainGainWarning)  # the row contains the significance
+        warnings.filterwarnings("ignore", "per_layer is deprecated", DeprecationWarning)
         wanted = {"objective": "cross_entropy"} | options
         return tune_alpha(network, loader, (*JUDGED_BY, CALIBRATED), require_significant=False, **wanted)
 
@@ -88,4 +89,4 @@ def _setting(alpha: float | None) -> float:
 
 
 def _means(measured: Evaluations, alpha: float | None) -> Metrics:
-    return {name: measured.average(name, measured.values[name][_setting(alpha)]) for name in JUDGED_BY}
+    return {name: measured.column(name).average(_setting(alpha)) for name in JUDGED_BY}

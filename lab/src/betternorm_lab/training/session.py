@@ -26,6 +26,7 @@ from betternorm.display.progress import Bar
 from betternorm.errors import UserError
 from betternorm.weighing.alpha import set_alpha
 from betternorm.weighing.metrics import CALIBRATED
+from betternorm.weighing.objective import best_for
 from betternorm_lab import data as datasets
 from betternorm_lab.store import make_folder
 from betternorm_lab.training.checkpoints import (
@@ -190,7 +191,7 @@ class Session:
             result["alpha_significant"] = search.significant
         measured = evaluations(self.model, validation, alphas, baseline)
         at = dict(zip(alphas, calibrated_rows(measured, alphas), strict=True))
-        best = {name: measured.best(name) for name in NAMES}
+        best = {name: best_for(measured.column(name), measured.single_alphas(), baseline) for name in NAMES}
         alpha = best[config.alpha_objective]
         set_alpha(self.model, alpha)
         return result | {
