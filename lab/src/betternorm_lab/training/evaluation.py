@@ -14,6 +14,7 @@ from betternorm.weighing.alpha import alpha_as_trained, get_alpha, set_alpha, tu
 from betternorm.weighing.batches import output_and_target
 from betternorm.weighing.evaluation import Evaluations
 from betternorm.weighing.metrics import CALIBRATED, named_metrics
+from betternorm.weighing.objective import best_for
 from betternorm.weighing.result import AlphaSearch
 from betternorm.weighing.search import tune_alpha
 from betternorm.weighing.temperature import at_inverse, best_inverse
@@ -66,6 +67,12 @@ def calibrated_rows(
         temperature = 1 / inverse if inverse else float("inf")
         rows.append(_means(measured, alpha) | {"temperature": temperature, CALIBRATED: loss})
     return rows
+
+
+def best_alphas(measured: Evaluations, metrics: Iterable[str]) -> Metrics:
+    """The best alpha for each metric, by the library's rule."""
+    alphas = measured.single_alphas()
+    return {name: best_for(measured.column(name), alphas, measured.baseline) for name in metrics}
 
 
 def with_alpha(model: nn.Module) -> float:
