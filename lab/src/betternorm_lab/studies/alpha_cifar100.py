@@ -1,9 +1,9 @@
-"""Alpha and a temperature on five CIFAR-100 networks that others trained: fitted on some images, judged on others.
+"""Alpha and a temperature for five pretrained CIFAR-100 models: fitted on some images, evaluated on others.
 
-    python -m benchmarks.alpha_cifar100 --data cifar100.npz --weights cifar100_resnets/ --out docs/results
+    python -m betternorm_lab.studies.alpha_cifar100 --data cifar100.npz --weights cifar100_resnets/ --out docs/results
 
-Writes alpha-cifar100.json (every number), alpha-cifar100.svg (the curves) and alpha-cifar100.md. What has been
-evaluated is kept in --work, and the same command goes on there.
+Writes alpha-cifar100.json (every number), alpha-cifar100.svg (the curves) and alpha-cifar100.md. Intermediate
+results are stored in --work, and the same command continues from them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 from betternorm_lab.models.cifar_resnets import DEPTHS, MEAN, STD, CifarResNet
+from betternorm_lab.report.figures import to_svg
+from betternorm_lab.store import write_text
 
 import betternorm
 from betternorm.errors import UncertainGainWarning
@@ -46,9 +48,9 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="an .npz with test_images and test_labels")
     parser.add_argument("--weights", type=Path, required=True, help="the folder with resnet8_cifar100.pth and so on")
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
-    parser.add_argument("--work", type=Path, default=Path("/tmp/alpha-cifar100"), help="where unfinished work is kept")
+    parser.add_argument("--work", type=Path, default=Path("/tmp/alpha-cifar100"), help="for intermediate results")
     parser.add_argument("--depths", type=int, nargs="+", default=list(DEPTHS))
-    parser.add_argument("--images", type=int, default=10_000, help="of the test set, half of them to tune on")
+    parser.add_argument("--images", type=int, default=10_000, help="of the test set; half of them for tuning")
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -94,7 +96,7 @@ def measure(network: Callable[[], torch.nn.Module], to_tune: Batches, to_judge: 
         warnings.simplefilter("ignore", UncertainGainWarning)  # the table says it
         search = tune_alpha(model, to_tune, METRICS, resume=kept, require_significant=False)
     settings = {name: search.best[name] for name in ("top1", "cross_entropy", CALIBRATED)}
-    # The temperature of the network as trained is fitted on the same images as the others.
+    # The temperature at alpha 0 is fitted on the same images as the others.
     tuned = evaluated(network(), to_tune, [0.0])
     inverse = best_inverse(tuned.values[CALIBRATED][0.0], tuned.counts[CALIBRATED])
     temperature = {"as trained": 1 / inverse, "both": search.temperature}
@@ -118,7 +120,7 @@ def evaluated(model: torch.nn.Module, data: Batches, alphas: list[float]) -> Eva
 def four_rows(
     judged: Evaluations, settings: dict[str, float], temperature: dict[str, float | None]
 ) -> dict[str, dict[str, Any]]:
-    """The cross-entropy with what was fitted on the other images, and what alpha gives beyond the temperature."""
+    """The cross-entropy with alpha and temperature fitted on the other images, and what alpha adds to a temperature."""
     assert temperature["as trained"] is not None
     assert temperature["both"] is not None
     curves, counts = judged.values[CALIBRATED], judged.counts[CALIBRATED]
@@ -155,11 +157,10 @@ def write(results: list[dict[str, Any]], folder: Path) -> None:
 
 
 def figure(results: list[dict[str, Any]], path: Path) -> None:
-    """The curves of every network on the half that alpha was tuned on, relative to alpha = 0."""
+    """The curves of every model on the half that alpha was tuned on, relative to alpha = 0."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    matplotlib.rcParams["svg.hashsalt"] = "betternorm"  # the same file from the same numbers
     drawing = Figure(figsize=(12, 4), layout="constrained")
     panels = (
         ("cross_entropy", "cross-entropy", 1),
@@ -179,7 +180,7 @@ def figure(results: list[dict[str, Any]], path: Path) -> None:
         axes.set_xlabel("alpha")
         axes.set_title(f"{title}: change from alpha = 0", fontsize=10)
     axes.legend(fontsize=8)
-    drawing.savefig(path, metadata={"Date": None})
+    write_text(path, to_svg(drawing))
 
 
 def page(results: list[dict[str, Any]]) -> str:
@@ -209,44 +210,46 @@ def page(results: list[dict[str, Any]]) -> str:
 
 
 PAGE = """\
-# Alpha on five CIFAR-100 networks trained by others
+# Alpha and temperature scaling on five pretrained CIFAR-100 models
 
-ResNet-8 to 32 with plain BatchNorm, from the public repository karanchahal/distiller. {images} images of the CIFAR-100
-test set fall into two random halves of {examples}: one fits alpha and the temperature, the other judges them. Nothing
-is trained. Intervals are 95 % paired intervals of the change. One network of each depth, one split.
+How much of alpha's effect on the cross-entropy does a temperature explain? ResNet-8 to 32 with BatchNorm, from the
+public repository karanchahal/distiller, on {images} images of the CIFAR-100 test set in two random halves of
+{examples}: alpha and temperature are fitted on one and evaluated on the other. Nothing is trained. Intervals are paired
+95 % intervals of the change; one model of each depth, one split. The page of [alpha on pretrained
+models](alpha-pretrained.md) has the cross-validated gains of the same models on all 10,000 test images.
 
-    python -m benchmarks.alpha_cifar100 --data cifar100.npz --weights cifar100_resnets --images {images}
+    python -m betternorm_lab.studies.alpha_cifar100 --data cifar100.npz --weights cifar100_resnets --images {images}
 
-## Is it more than a temperature?
+## Alpha, temperature, and both
 
-Cross-entropy on the half that fitted nothing. Alpha alone is the best alpha for the cross-entropy as it is; with both,
-alpha is the best one after a temperature.
+Cross-entropy on the held-out half. *Alpha alone* is the best alpha for the cross-entropy; *both* is the best alpha for
+the cross-entropy after temperature scaling.
 
-| network | as trained | alpha alone | temperature alone | both | alpha beyond the temperature |
+| model | baseline | alpha alone | temperature alone | both | both, compared with temperature alone |
 | --- | ---: | ---: | ---: | ---: | --- |
 {four}
 
-Much of what alpha alone does is to soften outputs that are too sure. The deeper the network, the more of that there is
-to do; one temperature does it better, and changes no answer. What alpha adds to it stands in the last column.
+Much of alpha's effect is to soften overconfident outputs, more so for deeper models; a temperature does that better,
+and changes no prediction. The last column is what alpha adds.
 
-![the cross-entropy, before and after a temperature, and top-1, against alpha](alpha-cifar100.svg)
+![Cross-entropy, before and after temperature scaling, and top-1, by alpha](alpha-cifar100.svg)
 
-The curves are of the half that alpha was tuned on.
+The curves are for the half that alpha was tuned on.
 
-## Top-1, by what alpha was chosen for
+## Top-1, by the metric that alpha was chosen for
 
-The change in points on the half that chose nothing.
+The change in points on the held-out half.
 
-| network | as trained | alpha for top-1 | change | alpha for cross-entropy | change | after temperature | change |
+| model | baseline | alpha for top-1 | change | alpha for cross-entropy | change | after temperature | change |
 | --- | ---: | ---: | --- | ---: | --- | ---: | --- |
 {accuracy}
 
-## What {folds} folds said, without the other half
+## Cross-validation on the tuning half
 
-What `tune_alpha` reports from the tuning half alone: the cross-entropy after a temperature. Its interval is wide enough
-for the best of all alphas tried.
+What `tune_alpha` reports from the tuning half alone, with {folds} folds: the cross-entropy after temperature scaling.
+The interval is corrected for the number of alphas tried.
 
-| network | alphas tried | passes | temperature alone | both | change | significant |
+| model | alphas tried | passes | temperature alone | both | change | significant |
 | --- | ---: | ---: | ---: | ---: | --- | --- |
 {by_folds}
 """

@@ -1,8 +1,8 @@
-"""What alpha in one, three and five layers keeps of the gain, on CIFAR-100 networks that others trained.
+"""The gain from alpha in one, three and five layers, for pretrained CIFAR-100 models.
 
-    python -m benchmarks.few_layers --data cifar100.npz --weights cifar100_resnets/
+    python -m betternorm_lab.studies.few_layers --data cifar100.npz --weights cifar100_resnets/
 
-Half of the test set tunes and judges on held-out folds, as `tune_alpha` does. docs/serving.md has the table.
+Alpha is tuned and cross-validated on half of the test set, as `tune_alpha` does. docs/serving.md has the table.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from betternorm.weighing.search import tune_alpha
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.few_layers", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m betternorm_lab.studies.few_layers", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--data", type=Path, required=True, help="an .npz with test_images and test_labels")
     parser.add_argument("--weights", type=Path, required=True, help="the folder with resnet8_cifar100.pth and so on")
     parser.add_argument("--depths", type=int, nargs="+", default=[8, 14, 20])
     parser.add_argument("--images", type=int, default=10_000, help="of the test set, half of which is used (10000)")
-    parser.add_argument("--work", type=Path, default=Path("/tmp/few-layers"), help="where unfinished work is kept")
+    parser.add_argument("--work", type=Path, default=Path("/tmp/few-layers"), help="for intermediate results")
     parser.add_argument("--json", type=Path, default=Path("few-layers.json"))
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()

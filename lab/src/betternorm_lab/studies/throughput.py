@@ -1,6 +1,6 @@
-"""What the lab costs: its input pipeline and its training loop, against the plain way, in one run.
+"""Overhead of the lab: its input pipeline and its training loop, compared with plain PyTorch, in one run.
 
-    python -m benchmarks.lab --data-root FOLDER
+    python -m betternorm_lab.studies.throughput --data-root FOLDER
 
 CIFAR-100, batches of 128 with crop and flip, ResNet-18 of width 16, one thread of torch; a DataLoader with two workers.
 """
