@@ -228,7 +228,7 @@ def test_an_error_that_all_ranks_meet_fails_its_trial_and_the_grid_goes_on(tmp_p
     with ranks(command) as both:
         (code, told, _), (other, silent, _) = (program.ended() for program in both)
     assert (code, other) == (1, 0)
-    assert told.count("batch_size is 31; it has to be a multiple of the 2 processes") == 2
+    assert told.count("batch_size is 31; it must be a multiple of the 2 processes") == 2
     assert silent == ""
     assert statuses(tmp_path) == ["failed", "failed"]
 
@@ -248,11 +248,11 @@ def test_a_slurm_task_that_was_told_of_no_others_writes_its_row(tmp_path, monkey
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--devices 9999", "devices is 9999; it has to be from 1 to"),
-        ("--devices 0", "devices is 0; it has to be from 1 to"),
-        ("--workers 1000000", "workers is 1000000; it has to be from 0 to"),
-        ("--threads 1000000", "threads is 1000000; it has to be from 1 to"),
-        ("--nodes 0", "nodes is 0; it has to be 1 or more"),
+        ("--devices 9999", "devices is 9999; it must be from 1 to"),
+        ("--devices 0", "devices is 0; it must be from 1 to"),
+        ("--workers 1000000", "workers is 1000000; it must be from 0 to"),
+        ("--threads 1000000", "threads is 1000000; it must be from 1 to"),
+        ("--nodes 0", "nodes is 0; it must be 1 or more"),
         ("--engine processes --devices 2", "several on one trial need engine 'here'"),
     ],
 )
@@ -266,4 +266,4 @@ def test_a_pool_larger_than_the_machine_is_refused(tmp_path, capsys):
     seeds = [str(seed) for seed in range(9 * os.cpu_count())]
     words = ["--engine", "processes", "--processes", "1000000", "--seed", *seeds]
     assert main(["train", *QUICK, "--output", str(tmp_path), *words]) == 2
-    assert f"workers is {len(seeds)}; it has to be from 1 to" in capsys.readouterr().err
+    assert f"workers is {len(seeds)}; it must be from 1 to" in capsys.readouterr().err

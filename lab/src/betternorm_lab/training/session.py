@@ -126,7 +126,7 @@ class Session:
         shares = self.fabric.world_size * config.accumulate
         if config.batch_size % shares:
             raise UserError(
-                f"batch_size is {config.batch_size}; it has to be a multiple of {shares}, the "
+                f"batch_size is {config.batch_size}; it must be a multiple of {shares}, the "
                 f"{self.fabric.world_size} processes times accumulate={config.accumulate}"
             )
         seed_everything(config.seed + self.fabric.global_rank)
