@@ -1,10 +1,10 @@
-"""The demo: a small residual network on few images, with plain batch norm and with the paper's four improvements.
+"""The demo: a small residual network on few images, with batch norm and with the paper's four techniques.
 
-Two hundred training images of scikit-learn's digits, without augmentation, are few enough to overfit: the regime was
-picked for that, because it is where what regularises helps. Of batch sizes 40, 64 and 100 and ghost sizes 4 and 8, with
-four seeds each, validation data chose 40, the best for plain batch norm too, and 4. What is reported is the test data.
+Two hundred training images of scikit-learn's digits, without augmentation, are few enough to overfit, which is where
+regularization helps. Batch size (40, 64 or 100) and ghost size (4 or 8) were chosen on validation data with four seeds:
+40, which is also the best for batch norm, and 4. Reported numbers are for test data.
 
-The networks with plain batch norm are then shown pale, foggy and noisy digits, with one alpha for all of them.
+The batch norm models are also evaluated on low-contrast, foggy and noisy digits, with one alpha for all of them.
 """
 
 from __future__ import annotations
