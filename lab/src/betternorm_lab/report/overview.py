@@ -65,8 +65,7 @@ def index(results: Sequence[Result], primary: str = "") -> str:
         f"## {PRIMARY}\n\n{primary}" if primary else "",
         "## Pages",
         f"Experiments of the paper: {'; '.join(links)}." if links else "",
-        f"Beyond the paper: {evidence}[alpha and a temperature](alpha-cifar100.md), [shifted data](shift.md), "
-        "[false positives of `tune_alpha`](false-findings.md).",
+        f"Beyond the paper: {evidence}[shifted data](shift.md), [false positives of `tune_alpha`](false-findings.md).",
         "All numbers are computed from the tables of trials in this folder. To recompute them without running trials:",
         RECOMPUTE,
     ]
