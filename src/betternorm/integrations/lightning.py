@@ -83,7 +83,7 @@ class BetterNorm(Callback):
         if self.batch_size is not None:
             upgrade(pl_module, self.batch_size, verbose=trainer.is_global_zero)
         else:
-            convert(pl_module, self.to or "weighed", **self.options)
+            convert(pl_module, self.to or "weighed", **self.options)  # type: ignore[call-overload]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.norm_decay is None:

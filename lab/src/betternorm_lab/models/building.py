@@ -110,6 +110,6 @@ def apply_norm(model: nn.Module, norm: str, options: Mapping[str, Any]) -> nn.Mo
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # such as that of a model without norm layers
-            return convert(model, kind, **{**options, **fixed})
+            return convert(model, kind, **{**options, **fixed})  # type: ignore[call-overload, no-any-return]
     except (ValueError, TypeError, UserWarning) as problem:
         raise UserError(f"norm {norm!r} with {dict(options)}: {problem}") from problem
