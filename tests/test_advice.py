@@ -1,4 +1,4 @@
-"""The paper's guidance: what is advised where, what upgrade does and undoes, and the search for a ghost size."""
+"""Recommendations and their evidence, what `upgrade` does and undoes, and the search for a ghost size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from betternorm.advice import advise, tune_ghost_size, upgrade
-from betternorm.advice.recommend import usual_ghost_sizes
+from betternorm.advice.evidence import MEASURED
+from betternorm.advice.ghost_size import usual_ghost_sizes
 from betternorm.conversion.convert import revert
 from betternorm.decay.report import norm_report
 from betternorm.layers import BatchGroupNorm, GhostBatchNorm, GroupedBatchNorm
@@ -27,7 +28,13 @@ from betternorm.layers import BatchGroupNorm, GhostBatchNorm, GroupedBatchNorm
         (16, {}, "ghost", {"ghost_size": 8}),
         (8, {}, "ghost", {"ghost_size": 4}),
         (5, {}, "ghost", {"ghost_size": 4}),
-        (4, {}, "ghost", {"ghost_size": 4}),
+        (4, {}, "weighed", {}),
+        (64, {"step_size": 128}, "ghost", {"ghost_size": 16}),
+        (16, {"step_size": 128}, "weighed", {}),
+        (4, {"step_size": 128}, "weighed", {}),
+        (3, {"step_size": 129}, "weighed", {}),
+        (2, {"step_size": 128}, "weighed", {}),
+        (1, {"step_size": 128}, "group", {}),
         (3, {}, "batch_group", {"examples_per_group": 3}),
         (2, {}, "batch_group", {"examples_per_group": 2}),
         (1, {}, "group", {}),
@@ -35,7 +42,7 @@ from betternorm.layers import BatchGroupNorm, GhostBatchNorm, GroupedBatchNorm
         (128, {"overfits": False}, "weighed", {}),
         (2, {"overfits": False}, "group", {}),
         (1, {"overfits": False}, "group", {}),
-        (128, {"iid": False}, "batch_group", {"examples_per_group": 2}),
+        (128, {"iid": False}, "weighed", {}),
         (1, {"iid": False}, "group", {}),
     ],
 )
@@ -50,16 +57,39 @@ def test_which_layer_at_which_batch_size(
 @pytest.mark.parametrize("overfits", [None, True, False])
 def test_every_line_has_its_section_and_evidence(batch_size: int, overfits: bool | None) -> None:
     advice = advise(batch_size, overfits=overfits)
-    assert [line.section for line in advice.lines[1:]] == ["3.1", "3.3"]
-    assert advice.lines[0].section == ("3.2" if batch_size >= 4 else "3.4" if batch_size >= 2 else "4.2")
+    sections = ["3.2" if batch_size >= 4 else "3.4" if batch_size >= 2 else "4.2", "3.1", "3.3"]
+    if batch_size in (2, 3):
+        sections.insert(1, "none")  # FrozenBatchNorm, which the paper does not have
+    assert [line.section for line in advice.lines] == sections
     text = " ".join(str(advice).split())
     for line in advice.lines:
         assert line.what in text
-        assert f"(section {line.section}: {line.evidence})" in text
+        assert f"(section {line.section}; {line.evidence})" in text
     assert json.loads(json.dumps(advice.to_dict()))["to"] == advice.to
 
 
-def test_without_overfitting_what_regularises_is_not_expected_to_help() -> None:
+def test_where_ours_disagree_with_the_paper_ours_decide() -> None:
+    """Batch group norm is what the paper recommends in all three."""
+    for arguments, to in (({"step_size": 128}, "weighed"), ({"iid": False}, "weighed"), ({}, "batch_group")):
+        line = advise(2, **arguments).lines[0]
+        assert line.agreement == ("agrees" if to == "batch_group" else "disagrees")
+        assert advise(2, **arguments).to == to
+    decay = advise(2, step_size=128).lines[-1]
+    assert decay.agreement == "disagrees"
+    assert decay.what.startswith("no decay on gamma and beta")
+    frozen = advise(2).lines[1]
+    assert (frozen.method, frozen.agreement) == ("frozen batch norm", "not measured here")
+    assert "Not measured here" in frozen.evidence
+
+
+def test_an_outcome_is_where_the_interval_lies() -> None:
+    outcomes = {name: measured.outcome for name, measured in MEASURED.items()}
+    assert outcomes["batch_group, accumulated"] == "disagrees"
+    assert outcomes["batch_group"] == outcomes["ghost"] == "agrees"
+    assert outcomes["batch_group, group"] == "inconclusive"
+
+
+def test_without_overfitting_a_regularizer_is_not_expected_to_help() -> None:
     for batch_size in (2, 128):
         assert "not expected to help without overfitting" in advise(batch_size, overfits=False).lines[0].what
         assert "do not expect a gain where the model does not overfit" in advise(batch_size).lines[0].what
@@ -72,7 +102,7 @@ def test_the_report_says_where_decay_is_advised() -> None:
     assert "of 1 of the 2 norm layers" in line.what
     undone = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False))
     line = advise(128, report=norm_report(undone, torch.randn(16, 4))).lines[-1]
-    assert "it can act in none of the 2 norm layers" in line.what
+    assert "it has no effect in any of the 2 norm layers" in line.what
 
 
 @pytest.mark.parametrize(
@@ -100,6 +130,8 @@ def small_net(*channels: int) -> nn.Sequential:
         (2, {"num_groups": 16}, BatchGroupNorm, [(4, 2), (8, 2)]),
         (1, {}, GroupedBatchNorm, [(2, 1), (4, 1)]),
         (128, {"overfits": False}, GroupedBatchNorm, [(1, None), (1, None)]),
+        (4, {}, GroupedBatchNorm, [(1, None), (1, None)]),
+        (2, {"step_size": 128}, GroupedBatchNorm, [(1, None), (1, None)]),
     ],
 )
 def test_upgrade_applies_the_advice_and_can_be_undone(
@@ -139,16 +171,31 @@ def test_averages_of_an_upgraded_model_reach_back_as_many_examples_at_every_batc
     assert layer.momentum <= 0.1
 
 
-def test_upgrade_leaves_a_momentum_that_somebody_chose() -> None:
+def test_upgrade_keeps_a_momentum_other_than_the_default() -> None:
     net = nn.Sequential(nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64, momentum=0.03), nn.BatchNorm2d(64, momentum=None))
     assert [layer.momentum for layer in upgrade(net, 16, verbose=False)[1:]] == [0.03, None]
+
+
+def test_upgrade_logs_the_momentum_that_it_changes(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "betternorm")
+    upgrade(small_net(64, 64), 16, verbose=False)
+    assert caplog.messages == ["momentum of 2 layers: 0.1 -> 0.013, for 16 examples per batch"]
+    caplog.clear()
+    upgrade(small_net(64), 128, verbose=False)
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("ghost_size", [8, 16])
+def test_a_ghost_size_that_is_not_below_the_batch_size_is_warned_of(ghost_size: int) -> None:
+    with pytest.warns(UserWarning, match=f"ghost_size={ghost_size} is not below batch_size=8"):
+        upgrade(small_net(64), 8, ghost_size=ghost_size, verbose=False)
 
 
 def test_upgrade_prints_what_it_did(capsys: pytest.CaptureFixture[str]) -> None:
     upgrade(small_net(64, 64), 128)
     printed = capsys.readouterr().out
     assert "2 BatchNorm2d -> GhostBatchNorm(ghost_size=16)" in printed
-    assert "undo with revert(model)" in printed
+    assert "undo: revert(model)" in printed
     assert "Advice at batch size 128" in printed
     upgrade(small_net(64), 128, verbose=False)
     assert capsys.readouterr().out == ""
@@ -165,7 +212,7 @@ def test_the_search_finds_a_single_peak_wherever_it_is(best: int) -> None:
     assert [trial.ghost_size for trial in found.trials] == [2, 4, 8, 16, 32, 64, 128]
 
 
-def test_directions_that_disappoint_are_given_up() -> None:
+def test_directions_without_improvement_are_abandoned() -> None:
     tried = []
 
     def train(size: int) -> float:
@@ -232,6 +279,8 @@ class FrozenNet(nn.Module):
         (lambda: advise(0), "batch_size is 0; it must be a whole number of 1 or more"),
         (lambda: advise(-4), "batch_size is -4"),
         (lambda: advise(2.5), "batch_size is 2.5"),
+        (lambda: advise(8, step_size=0), "step_size is 0; it must be a whole number of 1 or more"),
+        (lambda: advise(8, step_size=4), "step_size is 4; it must be at least batch_size=8"),
         (lambda: upgrade(small_net(8), 0), "batch_size is 0"),
         (lambda: upgrade(nn.Linear(2, 2), 8), "Linear has no norm layers"),
         (lambda: upgrade(FrozenNet(), 8), r"norm layers of FrozenNet are frozen .*convert\(model, 'weighed'\)"),

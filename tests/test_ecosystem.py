@@ -1,7 +1,6 @@
-"""The table of docs/compatibility.md, row by row: what tools that know batch norm make of these layers.
+"""The table of docs/compatibility.md: how other tools work with models that contain these layers.
 
-A row is a test: what the table says is checked by the function below it. `python tests/test_ecosystem.py` writes the
-table anew.
+Each row is checked by the test below it. `python tests/test_ecosystem.py` writes the table.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "compatibility.md"
 BEGIN, END = "<!-- the table: written by tests/test_ecosystem.py -->\n", "<!-- end of the table -->\n"
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
-# Tools speak about themselves: torch has deprecated TorchScript, the old ONNX exporter and torch.ao.
+# torch has deprecated TorchScript, the old ONNX exporter and torch.ao.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -41,7 +40,7 @@ ROWS: list[Row] = []
 
 
 def row(tool: str, verdict: str, words: str) -> Callable[[Any], Any]:
-    assert verdict in ("works", "works, with a condition", "refused")
+    assert verdict in ("works", "works, with a condition", "error")
     ROWS.append(Row(tool, verdict, words))
     return lambda test: test
 
@@ -52,7 +51,7 @@ def page_table() -> str:
 
 
 def original() -> nn.Sequential:
-    """As after some training."""
+    """A network with parameters and moving averages as after some training."""
     torch.manual_seed(0)
     net = nn.Sequential(
         nn.Conv2d(3, 8, 3),
@@ -82,10 +81,10 @@ def images(count: int = 4) -> Tensor:
     return torch.randn(count, 3, 9, 9, generator=torch.Generator().manual_seed(1))
 
 
-# ---- looking into a network ----
+# ---- inspecting and exporting ----
 
 
-@row("`torch.jit.trace`", "works", "with alpha inside, for any batch size")
+@row("`torch.jit.trace`", "works", "including alpha, for any batch size")
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("net", [network(), network(1.0, "group", num_groups=4), network(0.0)])
 def test_traced(net, grad) -> None:
@@ -94,13 +93,13 @@ def test_traced(net, grad) -> None:
     torch.testing.assert_close(traced(images(7)), net(images(7)), **CLOSE)
 
 
-@row("`torch.jit.script`", "refused", "“torch.jit.script cannot compile …”; trace, export or compile the network")
+@row("`torch.jit.script`", "error", "“torch.jit.script cannot compile …”; trace, export or compile the model")
 def test_scripted() -> None:
     with pytest.raises(RuntimeError, match=r"torch.jit.script cannot compile GroupedBatchNorm.*torch.jit.trace"):
         torch.jit.script(network())
 
 
-@row("`torch.fx.symbolic_trace`", "works", "the layer stays whole in the graph, as torch's own do")
+@row("`torch.fx.symbolic_trace`", "works", "the layer is one node of the graph, like torch's own layers")
 @pytest.mark.parametrize("training", [True, False])
 def test_symbolic_trace(training) -> None:
     net = network(to="ghost", ghost_size=2).train(training)
@@ -111,7 +110,7 @@ def test_symbolic_trace(training) -> None:
     assert torch.equal(other[1].running_mean, net[1].running_mean)
 
 
-@row("torchvision's `create_feature_extractor`", "works", "under the names of the original layers")
+@row("torchvision's `create_feature_extractor`", "works", "with the names of the original layers")
 def test_create_feature_extractor() -> None:
     torchvision_support.ready()
     models = pytest.importorskip("torchvision.models")
@@ -125,7 +124,7 @@ def test_create_feature_extractor() -> None:
     torch.testing.assert_close(found["fc"], net(x))
 
 
-@row("`torch.export`", "works", "for any batch size; the program runs without this package")
+@row("`torch.export`", "works", "for any batch size; the exported program does not need this package")
 def test_exported() -> None:
     net = network()
     program = torch.export.export(net, (images(2),), dynamic_shapes=({0: torch.export.Dim("batch")},))
@@ -137,8 +136,8 @@ def test_exported() -> None:
 @row(
     "ONNX, `dynamo=False`",
     "works",
-    "for any batch size. Where two layers have equal gammas, as before training, torch's exporter joins them and the "
-    "file does not load; `keep_initializers_as_inputs=True` avoids it",
+    "for any batch size. If two layers have equal gammas, as before training, torch's exporter merges them and the "
+    "file does not load; `keep_initializers_as_inputs=True` avoids this",
 )
 @pytest.mark.parametrize("dynamo", [True, False])
 @pytest.mark.parametrize("net", [network(), network(1.0, "group", num_groups=4)])
@@ -174,7 +173,11 @@ def test_tensorboard(tmp_path) -> None:
     assert any(file.stat().st_size > 1000 for file in tmp_path.iterdir())
 
 
-@row("fvcore, `FlopCountAnalysis`", "works", "with alpha, what is done per example is listed as unsupported operators")
+@row(
+    "fvcore, `FlopCountAnalysis`",
+    "works",
+    "with alpha, the statistics of the example are listed as unsupported operators",
+)
 def test_fvcore() -> None:
     fvcore = pytest.importorskip("fvcore.nn", reason="fvcore is missing")
     wanted = fvcore.FlopCountAnalysis(original().eval(), images()).by_operator()
@@ -198,7 +201,7 @@ def test_flop_counter() -> None:
 # ---- derivatives and transforms ----
 
 
-@row("`torch.func.functional_call`", "works", "with a `state_dict` too: alpha is a buffer like the others")
+@row("`torch.func.functional_call`", "works", "also with a `state_dict`: alpha is a buffer")
 def test_functional_call() -> None:
     net = network()
     torch.testing.assert_close(torch.func.functional_call(net, net.state_dict(), (images(),)), net(images()))
@@ -211,8 +214,8 @@ def test_functional_call() -> None:
 @row(
     "`torch.func.vmap`",
     "works, with a condition",
-    "in training with `track_running_stats = False`: there is one set of averages and many batches. torch's own layer "
-    "has the same condition",
+    "in training with `track_running_stats = False`, as for torch's own layer: the moving averages cannot follow "
+    "several batches at once",
 )
 def test_vmap() -> None:
     x = torch.stack([images(), 2 * images(), images() + 1])
@@ -224,7 +227,7 @@ def test_vmap() -> None:
         torch.vmap(GhostBatchNorm(3, 2))(x)
 
 
-@row("`torch.func.replace_all_batch_norm_modules_`", "works", "the layer then normalises by the batch, in groups")
+@row("`torch.func.replace_all_batch_norm_modules_`", "works", "the layer then uses batch statistics, in groups")
 def test_without_moving_averages() -> None:
     layer = convert(nn.Sequential(nn.BatchNorm2d(3)), "ghost", ghost_size=2)
     wanted = layer(images())
@@ -234,7 +237,7 @@ def test_without_moving_averages() -> None:
     assert layer[0].running_mean is None
 
 
-@row("forward-mode differentiation", "works", "`jacfwd` in training under the condition of `vmap`")
+@row("forward-mode differentiation", "works", "`jacfwd` in training with the condition of `vmap`")
 @pytest.mark.parametrize("training", [True, False])
 def test_forward_mode(training) -> None:
     net = network(to="ghost", ghost_size=2).train(training)
@@ -269,9 +272,9 @@ def test_batched_gradients(training) -> None:
 @row(
     "activation checkpointing",
     "works, with a condition",
-    "a batch is counted once, where torch's own layer counts it twice. Inside a block that is compiled by itself it is "
-    "counted twice here too: compile the function that calls `checkpoint` instead. What an autograd function of your "
-    "own runs in its backward pass is not counted",
+    "each batch is counted once; torch's own layer counts it twice. Inside a separately compiled block it is counted "
+    "twice: compile the function that calls `checkpoint` instead. Batches that a custom autograd function passes "
+    "through the layer in its backward pass are not counted",
 )
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing(reentrant) -> None:
@@ -294,9 +297,8 @@ def test_checkpointing(reentrant) -> None:
 
 @row(
     "activation checkpointing of `BatchRenorm`",
-    "refused",
-    "“BatchRenorm cannot be checkpointed …”. Not in a block that is compiled by itself, which cannot tell that it runs "
-    "again: leave the layer outside",
+    "error",
+    "“BatchRenorm cannot be checkpointed …”. A separately compiled block cannot detect this: keep the layer outside",
 )
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing_renorm(reentrant) -> None:
@@ -315,7 +317,7 @@ def one_process(tmp_path):
 @row(
     "`DistributedDataParallel`",
     "works",
-    "statistics are per process, or across processes with `process_group`; convert before wrapping, and set alpha in "
+    "statistics are per process, or across processes with `process_group`. Convert before wrapping, and set alpha in "
     "every process",
 )
 @pytest.mark.usefixtures("one_process")
@@ -330,7 +332,7 @@ def test_distributed_data_parallel() -> None:
         convert(wrapped, "ghost")
 
 
-@row("FSDP, `fully_shard`", "works", "convert before sharding")
+@row("FSDP, `fully_shard`", "works", "convert before sharding; converting a sharded layer is an error")
 @pytest.mark.usefixtures("one_process")
 def test_fully_sharded() -> None:
     fsdp = pytest.importorskip("torch.distributed.fsdp")
@@ -349,7 +351,7 @@ def test_fully_sharded() -> None:
 
 @row(
     "`SyncBatchNorm.convert_sync_batchnorm`, timm's, Lightning's `sync_batchnorm=True`",
-    "refused",
+    "error",
     '“… would replace … and drop …”; call `convert(model, ..., process_group="world")` instead',
 )
 def test_convert_sync_batchnorm() -> None:
@@ -366,7 +368,7 @@ def test_convert_sync_batchnorm() -> None:
 @row(
     "`AveragedModel` (EMA, SWA), `update_bn`",
     "works",
-    "set alpha on the averaged network when averaging is over; an average does not take it from the other",
+    "set alpha on the averaged model after averaging; it is not copied from the other model",
 )
 @pytest.mark.parametrize("use_buffers", [True, False])
 def test_weight_averaging(use_buffers) -> None:
@@ -385,8 +387,7 @@ def test_weight_averaging(use_buffers) -> None:
 @row(
     "timm's `ModelEmaV3`",
     "works, with a condition",
-    "set alpha when averaging is over: an update of a network with alphas and an average without, or the other way "
-    "round, is an error",
+    "set alpha after averaging: updating is an error if only one of the two models has alphas",
 )
 def test_timm_ema() -> None:
     torchvision_support.ready()
@@ -406,7 +407,11 @@ def test_timm_ema() -> None:
 # ---- freezing ----
 
 
-@row("Lightning's `BaseFinetuning`, `BackboneFinetuning`", "works", "`track_running_stats = False` stops the averages")
+@row(
+    "Lightning's `BaseFinetuning`, `BackboneFinetuning`",
+    "works",
+    "`track_running_stats = False` stops updates of the moving averages",
+)
 def test_lightning_freezes() -> None:
     torchvision_support.ready()
     callbacks = pytest.importorskip("lightning.pytorch.callbacks")
@@ -424,8 +429,8 @@ def test_lightning_freezes() -> None:
 @row(
     "timm's `freeze`, `freeze_batch_norm_2d`",
     "works, with a condition",
-    "at alpha = 0 with one channel per group. Otherwise refused, “… would replace … and drop …”: freeze first, and "
-    '`convert(model, "weighed")` then gives the frozen layers an alpha',
+    "for alpha = 0 and one channel per group. Otherwise an error, “… would replace … and drop …”: freeze first, then "
+    '`convert(model, "weighed")` adds alpha to the frozen layers',
 )
 def test_timm_freezes() -> None:
     torchvision_support.ready()
@@ -439,13 +444,13 @@ def test_timm_freezes() -> None:
         timm.utils.freeze(network())
     with pytest.raises(RuntimeError, match=r"drop .*channels_per_group=2"):
         timm.utils.freeze(network(0.0, "group", num_groups=4))
-    with pytest.raises(RuntimeError, match=r"drop what runs after it \(drop, act\)"):
+    with pytest.raises(RuntimeError, match=r"drop what runs after it \(act\)"):
         timm.utils.model.freeze_batch_norm_2d(convert(timm.layers.BatchNormAct2d(8), "weighed"))
     with pytest.raises(RuntimeError, match="drop inputs that are not images"):
         timm.utils.model.freeze_batch_norm_2d(convert(nn.BatchNorm1d(8), "weighed"))
 
 
-@row("timm's `convert_splitbn_model`", "refused", "“… would replace … and drop …”")
+@row("timm's `convert_splitbn_model`", "error", "“… would replace … and drop …”")
 def test_timm_splits() -> None:
     torchvision_support.ready()
     timm_layers = pytest.importorskip("timm.layers")
@@ -459,8 +464,8 @@ def test_timm_splits() -> None:
 @row(
     "`fuse_conv_bn_eval`, `fuse_linear_bn_eval`",
     "works, with a condition",
-    "at alpha = 0 with one channel per group. Otherwise refused, “… would replace … and drop …”; `betternorm.fold` "
-    "folds what can be folded",
+    "for alpha = 0 and one channel per group. Otherwise an error, “… would replace … and drop …”; `betternorm.fold` "
+    "folds the layers for which that is exact",
 )
 def test_fused_into_the_convolution() -> None:
     net = network(0.0)
@@ -477,7 +482,113 @@ def test_fused_into_the_convolution() -> None:
         nn.utils.fusion.fuse_linear_bn_eval(nn.Linear(3, 4).eval(), layer)
 
 
-@row("`torch.fx.experimental.optimization.fuse`", "works", "leaves the layer where it is")
+REPARAMETERIZED = {
+    "repvgg_a0": "RepVggBlock",
+    "repvit_m0_9": "ConvNorm",
+    "levit_128s": "ConvNorm",
+    "mobileone_s0": "MobileOneBlock",
+    "fastvit_t8": "MobileOneBlock",
+    "efficientvit_m0": "ConvNorm",
+    "shvit_s1": "Conv2dNorm",
+    "tiny_vit_5m_224": "ConvNorm",
+    "ghostnetv3_050": "GhostModule",
+    "repghostnet_050": "RepGhostModule",
+    "lcnetv2_small": "RepDepthwiseSeparable",
+    "nextvit_small": "merge_pre_bn",
+}
+
+
+@row(
+    "timm's `reparameterize_model`, `--reparam`",
+    "works, with a condition",
+    "for alpha = 0. Otherwise an error, “… would replace … and drop alpha …”: reparameterize first, then convert. "
+    "After `betternorm.fold` it is an error too",
+)
+@pytest.mark.parametrize(
+    "name",
+    [name if number < 3 else pytest.param(name, marks=pytest.mark.slow) for number, name in enumerate(REPARAMETERIZED)],
+)
+def test_reparameterized_by_timm(name) -> None:
+    torchvision_support.ready()
+    timm = pytest.importorskip("timm")
+    if not timm.is_model(name):
+        pytest.skip(f"this timm has no {name}")
+    torch.manual_seed(0)
+    net = timm.create_model(name).eval()
+    norms = {name: layer for name, layer in net.named_modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)}
+    for layer in norms.values():
+        nn.init.uniform_(layer.weight, 0.5, 1.5)
+        layer.running_var.uniform_(0.5, 2)
+    convert(net, "weighed", where=list(norms))
+    x = torch.randn(1, *net.pretrained_cfg["input_size"])
+    with torch.no_grad():
+        expected = net(x)
+        found = timm.utils.reparameterize_model(net)
+        assert sum(isinstance(layer, GroupedBatchNorm) for layer in found.modules()) < len(norms)
+        torch.testing.assert_close(found(x), expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
+        set_alpha(net, dict.fromkeys(norms, 0.1))
+        message = rf"timm\.models\..*{REPARAMETERIZED[name]}.* would replace GroupedBatchNorm and drop alpha=0.1"
+        with pytest.raises(RuntimeError, match=message):
+            timm.utils.reparameterize_model(net)
+
+
+def their_fusion(conv: nn.Conv2d, bn: nn.BatchNorm2d) -> Tensor:
+    return conv.weight * (bn.weight / (bn.running_var + bn.eps).sqrt()).view(-1, 1, 1, 1), -bn.running_mean
+
+
+def their_copy(norm: nn.BatchNorm2d) -> nn.BatchNorm2d:
+    copied = nn.BatchNorm2d(norm.num_features)
+    for name in ("weight", "bias", "running_mean", "running_var", "eps"):
+        setattr(copied, name, getattr(norm, name))
+    return copied
+
+
+@row(
+    "other functions that fuse or replace batch norm",
+    "works, with a condition",
+    "for alpha = 0 and one channel per group. Otherwise an error, “… would replace … and drop …”, from functions that "
+    "read `running_mean` and whose code mentions `running_var` and `eps`",
+)
+def test_other_replacements() -> None:
+    net = network(0.0)
+    their_fusion(net[0], net[1])
+    torch.testing.assert_close(their_copy(net[1]).eval()(net[0](images())), net[1](net[0](images())))
+    net[1].alpha = 0.3
+    for replace in (lambda: their_fusion(net[0], net[1]), lambda: their_copy(net[1])):
+        with pytest.raises(
+            RuntimeError, match=r"test_ecosystem.their_\w+ would replace GroupedBatchNorm and drop alpha"
+        ):
+            replace()
+    assert net[1].running_mean.shape == (8,)  # others may read it
+
+
+@row("`torch.utils.mkldnn.to_mkldnn`", "works, with a condition", "for alpha = 0, as above")
+def test_to_mkldnn() -> None:
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch has no mkldnn")
+    from torch.utils import mkldnn
+
+    found = mkldnn.to_mkldnn(network(0.0)[:2])(images().to_mkldnn()).to_dense()
+    torch.testing.assert_close(found, network(0.0)[:2](images()), **CLOSE)
+    with pytest.raises(RuntimeError, match="would replace GroupedBatchNorm and drop alpha"):
+        mkldnn.to_mkldnn(network())
+
+
+@row("`replace_batch_norm` of DETR models in Transformers", "works, with a condition", "for alpha = 0, as above")
+def test_transformers_detr() -> None:
+    torchvision_support.ready()
+    detr = pytest.importorskip("transformers.models.detr.modeling_detr")
+    net = network(0.0)
+    expected = net(images())
+    with torch.no_grad():
+        detr.replace_batch_norm(net)
+    assert type(net[1]) is detr.DetrFrozenBatchNorm2d
+    torch.testing.assert_close(net(images()), expected, **CLOSE)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="replace_batch_norm would replace GroupedBatchNorm"):
+        detr.replace_batch_norm(network())
+
+
+@row("`torch.fx.experimental.optimization.fuse`", "works", "does not fold the layer")
 def test_fused_by_fx() -> None:
     from torch.fx.experimental.optimization import fuse
 
@@ -485,7 +596,7 @@ def test_fused_by_fx() -> None:
     torch.testing.assert_close(fuse(net)(images()), net(images()))
 
 
-@row("torch.ao, `quantize_dynamic`", "works", "the layer stays as it is")
+@row("torch.ao, `quantize_dynamic`", "works", "the layer is unchanged")
 def test_quantize_dynamic() -> None:
     net = network()
     quantised = torch.ao.quantization.quantize_dynamic(net, {nn.Linear}, dtype=torch.qint8)
@@ -507,7 +618,7 @@ def test_quantised_by_fx() -> None:
     torch.testing.assert_close(convert_fx(prepared)(images()), net(images()), rtol=0.1, atol=0.05)
 
 
-@row("torch.ao, `fuse_modules`", "refused", "“did not find fuser method for …”")
+@row("torch.ao, `fuse_modules`", "error", "“did not find fuser method for …”")
 def test_fuse_modules() -> None:
     with pytest.raises((AssertionError, NotImplementedError), match="did not find fuser method"):
         torch.ao.quantization.fuse_modules(network(0.0), [["0", "1"]])
@@ -516,7 +627,7 @@ def test_fuse_modules() -> None:
 # ---- changing a layer ----
 
 
-@row("`torch.nn.utils.prune`", "works", "`revert` keeps what it has added")
+@row("`torch.nn.utils.prune`", "works", "`revert` keeps the masks")
 def test_pruned() -> None:
     net = network(0.0)
     prune.random_unstructured(net[1], "weight", 0.5)
@@ -532,14 +643,14 @@ def test_pruned() -> None:
 @row(
     "`torch.nn.utils.parametrize`",
     "works, with a condition",
-    "on converted layers. `convert` and `revert` leave or refuse a parametrised layer with the reason",
+    "parametrize converted layers. `convert` skips parametrized layers with a warning, and `revert` raises an error",
 )
 def test_parametrised() -> None:
     net = network()
     before = net(images())
     nn.utils.parametrizations.weight_norm(net[1], dim=None)
     torch.testing.assert_close(net(images()), before)
-    with pytest.raises(ValueError, match="layer '1' was parametrised after its conversion"):
+    with pytest.raises(ValueError, match="layer '1' was parametrized, sharded or otherwise changed"):
         revert(net)
     assert isinstance(net[4], GroupedBatchNorm)
     nn.utils.parametrize.remove_parametrizations(net[1], "weight")
@@ -558,7 +669,7 @@ def test_copied(tmp_path) -> None:
 def test_the_page_has_this_table() -> None:
     page = PAGE.read_text()
     written = page[page.index(BEGIN) + len(BEGIN) : page.index(END)]
-    assert written.strip() == page_table().strip(), "write it anew with: python tests/test_ecosystem.py"
+    assert written.strip() == page_table().strip(), "update it with: python tests/test_ecosystem.py"
 
 
 if __name__ == "__main__":

@@ -238,11 +238,15 @@ def test_half_types(kind, dtype, parameters, training) -> None:
     x = (torch.randn(8, 6, 5, 5) * 3 + 10).to(dtype)
     y, wanted = layer(x), exact(x.double())
     assert y.dtype == dtype
-    close(y, wanted, 8 * torch.finfo(dtype).eps)
+    close(y, wanted, 8 * rounding(dtype))
     assert layer.running_mean.dtype == layer.weight.dtype
-    rounding = 2 * torch.finfo(layer.running_mean.dtype).eps
-    close(layer.running_mean, exact.running_mean, max(rounding, 1e-5))
-    close(layer.running_var, exact.running_var, max(rounding, 1e-4))
+    rounded = 2 * rounding(layer.running_mean.dtype)
+    close(layer.running_mean, exact.running_mean, max(rounded, 1e-5))
+    close(layer.running_var, exact.running_var, max(rounded, 1e-4))
+
+
+def rounding(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps
 
 
 @every_layer

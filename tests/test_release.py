@@ -109,6 +109,7 @@ def test_the_sdist_has_what_the_wheel_is_built_from_and_tested_with(built: Path)
         "hatch_build.py",
     } <= names
     assert {"tests/test_layers.py", "docs/index.md", "constraints.txt", "Makefile"} <= names
+    assert not [name for name in names if name.startswith("docs/results/")]
 
 
 @needs_compiler

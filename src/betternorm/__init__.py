@@ -1,18 +1,30 @@
-"""Four improvements to batch normalisation, on any PyTorch model."""
+"""Four improvements to batch normalization, for any PyTorch model."""
 
-from betternorm.advice import advise, tune_ghost_size, upgrade
+from betternorm.advice import Diagnosis, advise, diagnose, tune_ghost_size, upgrade
 from betternorm.conversion import changes, convert, fold, revert
 from betternorm.decay import decay_toward_one, norm_report, param_groups
 from betternorm.integrations.checkpoints import load
 from betternorm.layers import BatchGroupNorm, BatchRenorm, GhostBatchNorm, GroupedBatchNorm
-from betternorm.weighing import AlphaSearch, Metric, calibrate, compare_alpha, get_alpha, set_alpha, tune_alpha
+from betternorm.weighing import (
+    AlphaFit,
+    AlphaSearch,
+    Metric,
+    calibrate,
+    compare_alpha,
+    fit_alpha,
+    get_alpha,
+    set_alpha,
+    tune_alpha,
+)
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
+    "AlphaFit",
     "AlphaSearch",
     "BatchGroupNorm",
     "BatchRenorm",
+    "Diagnosis",
     "GhostBatchNorm",
     "GroupedBatchNorm",
     "Metric",
@@ -22,6 +34,8 @@ __all__ = [
     "compare_alpha",
     "convert",
     "decay_toward_one",
+    "diagnose",
+    "fit_alpha",
     "fold",
     "get_alpha",
     "load",

@@ -1,6 +1,7 @@
-"""Swapping layers keeps everything that a model's users hold on to, and can be undone."""
+"""Conversion changes the class of a layer: everything that refers to the layer stays valid, and it can be undone."""
 
 import copy
+import functools
 import pickle
 
 import pytest
@@ -311,13 +312,46 @@ class OwnForward(nn.BatchNorm2d):
         return 2 * super().forward(input)
 
 
+class OwnCall(nn.BatchNorm2d):
+    def __call__(self, input):
+        return 2 * super().__call__(input)
+
+
+class AlwaysEvaluation(nn.BatchNorm2d):
+    def train(self, mode=True):
+        return super().train(False)
+
+
+class AnyRank(nn.BatchNorm2d):
+    """What a subclass may change without being rejected."""
+
+    def __init__(self, num_features):
+        super().__init__(num_features)
+        self.note = "mine"
+
+    def _check_input_dim(self, input):
+        pass
+
+    def extra_repr(self):
+        return "any rank"
+
+
+def patched_forward():
+    layer = nn.BatchNorm2d(4)
+    layer.forward = lambda input: input
+    return layer
+
+
 class TestRefusals:
     @pytest.mark.parametrize(
         ("module", "reason"),
         [
             (nn.BatchNorm2d(4, track_running_stats=False), "no moving averages"),
-            (OwnForward(4), "OwnForward has a forward pass of its own"),
-            (nn.utils.parametrizations.weight_norm(nn.BatchNorm2d(4), dim=None), "parametrised"),
+            (OwnForward(4), "its class OwnForward overrides forward"),
+            (OwnCall(4), "its class OwnCall overrides __call__"),
+            (AlwaysEvaluation(4), "its class AlwaysEvaluation overrides train"),
+            (patched_forward(), "its forward was replaced on the instance"),
+            (nn.utils.parametrizations.weight_norm(nn.BatchNorm2d(4), dim=None), "parametrized"),
         ],
     )
     def test_layers_it_does_not_understand_are_left_with_the_reason(self, module, reason):
@@ -380,7 +414,7 @@ class TestRefusals:
         try:
             wrapped = nn.parallel.DistributedDataParallel(small_network())
             for surgery in (lambda: convert(wrapped, "ghost"), lambda: revert(wrapped)):
-                with pytest.raises(ValueError, match=r"wrapped in DistributedDataParallel.*convert the model first"):
+                with pytest.raises(ValueError, match=r"wrapped in DistributedDataParallel.*change the model first"):
                     surgery()
         finally:
             torch.distributed.destroy_process_group()
@@ -471,3 +505,180 @@ def test_the_table_of_changes_names_every_layer(capsys):
     assert [change.name for change in changes(model)] == ["3.1"]
     assert "BatchNorm2d(12" in printed
     assert "GhostBatchNorm(12, ghost_size=16" in printed
+
+
+# ---- references that torch does not know of ----
+
+
+class KeepsItsLayers(nn.Module):
+    """A widely copied pattern: norm layers are registered under names, and used through a list, a dict or a closure."""
+
+    def __init__(self, use):
+        super().__init__()
+        self.norms, self.by_name = [], {}
+        for i in range(2):
+            layer = with_history(nn.BatchNorm2d(3))
+            setattr(self, f"bn{i}", layer)
+            self.norms.append(layer)
+            self.by_name[i] = layer
+        first, second = self.norms
+        self.chain = lambda x: second(first(x))
+        self.use = use
+
+    def forward(self, x):
+        return self.use(self, x)
+
+
+USES = {
+    "a list": lambda net, x: functools.reduce(lambda y, layer: layer(y), net.norms, x),
+    "a dict": lambda net, x: net.by_name[1](net.by_name[0](x)),
+    "a closure": lambda net, x: net.chain(x),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_layers_used_through_plain_containers_are_converted_too(use):
+    torch.manual_seed(0)
+    model = KeepsItsLayers(use).train()
+    expected = GroupedBatchNorm(3), GroupedBatchNorm(3)
+    for layer, name in zip(expected, ("bn0", "bn1"), strict=True):
+        layer.load_state_dict(getattr(model, name).state_dict())
+        layer.eval().alpha = 0.4
+    convert(model, "weighed").eval()
+    set_alpha(model, 0.4)
+    before = copy.deepcopy(model.state_dict())
+    assert torch.equal(model(images()), expected[1](expected[0](images())))
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items()), "evaluation moved them"
+    assert revert(model).norms[0] is model.bn0
+    assert type(model.bn0) is nn.BatchNorm2d
+
+
+def stored(place):
+    """A network that stores the bound method ``forward`` of its norm layer."""
+    model = small_network()
+    method = model[1].forward
+    model.method = {
+        "an attribute": method,
+        "a list": [method],
+        "a dict of tuples": {"a": (1, method)},
+        "a closure": lambda x: method(x),
+        "a default": lambda x, run=method: run(x),
+        "a partial": functools.partial(method),
+    }[place]
+    return model
+
+
+@pytest.mark.parametrize("place", ["an attribute", "a list", "a dict of tuples", "a closure", "a default", "a partial"])
+def test_a_stored_bound_method_is_an_error_and_nothing_is_changed(place):
+    model = stored(place)
+    with pytest.raises(ValueError, match="'method' stores the bound method 'forward' of a BatchNorm2d"):
+        convert(model, "weighed")
+    assert [type(model[1]), type(model[3][1])] == [nn.BatchNorm2d, nn.BatchNorm2d]
+    convert(model, "weighed", where="!1")
+    model.method = model[3][1].forward
+    with pytest.raises(ValueError, match="'method' stores the bound method 'forward' of a GroupedBatchNorm"):
+        revert(model)
+
+
+def test_a_stored_bound_method_that_all_modules_share_is_no_obstacle():
+    model = small_network()
+    model.method = model[1].__call__
+    convert(model, "weighed").eval()
+    set_alpha(model, 0.5)
+    x = torch.randn(2, 8, 4, 4)
+    assert torch.equal(model.method(x), model[1](x))
+
+
+def test_norm_layers_that_are_not_registered_are_named_in_a_warning():
+    model = small_network()
+    model.extra = [nn.Sequential(nn.BatchNorm2d(4))]
+    with pytest.warns(UserWarning, match=r"not converted: norm layers stored in 'extra', which model.modules\(\)"):
+        convert(model, "weighed")
+    assert isinstance(model[1], GroupedBatchNorm)
+
+
+def test_a_model_compiled_before_conversion_uses_the_converted_layers():
+    torch.compiler.reset()
+    model = small_network().eval()
+    compiled = torch.compile(model, backend="aot_eager")
+    with torch.no_grad():
+        before = compiled(images())
+        set_alpha(convert(model, "weighed"), 0.5)
+        torch.testing.assert_close(compiled(images()), model(images()), rtol=1e-4, atol=1e-4)
+        assert not torch.allclose(model(images()), before, atol=1e-2)
+        torch.testing.assert_close(revert(compiled)(images()), before, rtol=1e-4, atol=1e-4)
+
+
+@every_kind
+def test_reverting_restores_the_class_and_all_attributes(to, options, kind):
+    for layer in (nn.BatchNorm2d(12, momentum=None), nn.SyncBatchNorm(12), AnyRank(12), nn.GroupNorm(3, 12)):
+        if isinstance(layer, nn.GroupNorm) and to not in ("weighed", "batch_group"):
+            continue
+        before, original = dict(layer.__dict__), type(layer)
+        state = {key: value.clone() for key, value in layer.state_dict().items()}
+        convert(convert(layer, to, **options), "batch_group", num_groups=2)
+        assert convert(layer, to, **options) is revert(layer) is layer
+        assert type(layer) is original
+        assert layer.__dict__ == before
+        assert layer.state_dict().keys() == state.keys()
+
+
+def test_a_subclass_that_accepts_any_rank_still_does():
+    layer = convert(AnyRank(4), "weighed")
+    assert layer(torch.randn(3, 4, 5)).shape == (3, 4, 5)
+    assert layer.note == "mine"
+
+
+def test_a_layer_pickled_by_version_0_1_works_and_reverts():
+    """There the original was another object, ``_origin``, that shared the dictionaries of the converted layer."""
+    layer = with_history(nn.BatchNorm2d(8)).eval()
+    origin = copy.deepcopy(layer)
+    convert(layer, "ghost", ghost_size=2)
+    layer.alpha = 0.3
+    del layer.__dict__["_original"]
+    layer.__dict__ |= {"_origin": origin, "_added_buffers": {"alpha": False, "_no_alpha": False}}
+    for name in ("_parameters", "_buffers", "_modules"):
+        origin.__dict__[name] = layer.__dict__[name]
+    x = torch.randn(2, 8, 4, 4)
+    loaded = pickle.loads(pickle.dumps(nn.Sequential(layer)))
+    assert torch.equal(loaded(x), layer(x))
+    assert [(change.was, change.now) for change in changes(loaded)] == [
+        (f"BatchNorm2d({origin.extra_repr()})", f"GhostBatchNorm({layer.extra_repr()})")
+    ]
+    again = copy.deepcopy(loaded)
+    assert type(convert(again, "batch_group", num_groups=2)[0]) is BatchGroupNorm
+    for model in (loaded, again):
+        reverted = revert(model)[0]
+        assert type(reverted) is nn.BatchNorm2d
+        assert reverted.__dict__.keys() == nn.BatchNorm2d(8).__dict__.keys()
+        assert reverted.state_dict().keys() == nn.BatchNorm2d(8).state_dict().keys()
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process")
+class TestFullySharded:
+    @pytest.fixture(autouse=True)
+    def _fully_shard(self):
+        fsdp = pytest.importorskip("torch.distributed.fsdp")
+        if not hasattr(fsdp, "fully_shard"):
+            pytest.skip("this torch has no fully_shard")
+        self.fully_shard = fsdp.fully_shard
+
+    def test_a_sharded_norm_layer_is_an_error(self):
+        model = small_network()
+        self.fully_shard(model[1])
+        with pytest.raises(ValueError, match=r"layer '1' is a FSDPBatchNorm2d: .*before calling fully_shard"):
+            convert(model, "weighed")
+        assert type(model[3][1]) is nn.BatchNorm2d
+
+    def test_a_converted_layer_that_was_sharded_is_not_reverted(self):
+        model = convert(small_network(), "weighed")
+        self.fully_shard(model[1])
+        with pytest.raises(ValueError, match="layer '1' was parametrized, sharded or otherwise changed"):
+            revert(model)

@@ -1,4 +1,4 @@
-"""Folded networks compute what they computed before; what cannot be folded is said."""
+"""Folded models compute what they computed before; whatever cannot be folded is left alone, with the reason."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -59,6 +60,10 @@ CASES: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...]]] = {
     "one dimension": (lambda: [nn.Conv1d(3, 6, 3), nn.BatchNorm1d(6)], (2, 3, 8)),
     "three dimensions": (lambda: [nn.Conv3d(3, 6, 3), nn.BatchNorm3d(6)], (2, 3, 4, 4, 4)),
     "transposed": (lambda: [nn.ConvTranspose2d(3, 6, 3, stride=2), nn.BatchNorm2d(6)], (2, 3, 5, 5)),
+    "transposed with groups": (
+        lambda: [nn.ConvTranspose2d(4, 6, 3, groups=2, bias=False), nn.BatchNorm2d(6)],
+        (2, 4, 5, 5),
+    ),
     "linear": (lambda: [nn.Linear(3, 6), nn.BatchNorm1d(6)], (5, 3)),
     "linear without bias": (lambda: [nn.Linear(3, 6, bias=False), nn.BatchNorm1d(6)], (5, 3)),
     "ghost": (lambda: [nn.Conv2d(3, 6, 3), GhostBatchNorm(6, 2)], (2, 3, 8, 8)),
@@ -128,25 +133,24 @@ UNSAFE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "weight read": (lambda: Two(lambda net, x: net.norm(net.conv(x)) * net.conv.weight.mean()), "read elsewhere"),
     "norm first": (lambda: Two(lambda net, x: net.conv(net.norm(x))), "comes first"),
     "not used": (lambda: Two(lambda net, x: net.conv(x)), "not used at inference"),
-    "depends on values": (lambda: Two(lambda net, x: net.norm(net.conv(x)) if x.sum() > 0 else x), "cannot trace"),
+    "depends on values": (
+        lambda: Two(lambda net, x: net.norm(net.conv(x)) if x.sum() > 0 else x),
+        "cannot trace the model as a whole .*pass example_input",
+    ),
     "no averages": (
         lambda: nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4, track_running_stats=False)),
         "no moving averages",
     ),
     "other channels": (lambda: nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(3)), "has 5 channels, and it has 3"),
-    "transposed with groups": (
-        lambda: nn.Sequential(nn.ConvTranspose2d(4, 4, 1, groups=2), nn.BatchNorm2d(4)),
-        "transposed convolution before it has groups",
-    ),
-    "parametrised": (
+    "parametrized": (
         lambda: nn.Sequential(torch.nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 4, 1)), nn.BatchNorm2d(4)),
-        "forward pass is its own|parametrised",
+        "parametrized",
     ),
 }
 
 
 @pytest.mark.parametrize("case", UNSAFE)
-def test_what_cannot_be_shown_is_refused_and_nothing_is_touched(case: str) -> None:
+def test_what_cannot_be_shown_is_an_error_and_nothing_is_changed(case: str) -> None:
     make, words = UNSAFE[case]
     model = make().train()
     before = copy.deepcopy(model.state_dict())
@@ -175,14 +179,239 @@ def test_a_model_without_batch_norm_is_refused() -> None:
         fold(nn.Sequential(nn.Conv2d(4, 4, 1), nn.GroupNorm(2, 4)))
 
 
-def test_parts_of_an_untraceable_network_are_folded_and_the_rest_is_named() -> None:
+def data_dependent(net: Any, x: Tensor) -> Tensor:
+    return net.block(net.norm(net.conv(x)).relu()) if x.sum() > -1e9 else x
+
+
+def test_a_model_that_cannot_be_traced_is_folded_with_an_example() -> None:
     block = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.ReLU())
-    model = settled(Two(lambda net, x: net.block(net.norm(net.conv(x))) if x.sum() > 0 else x, block=block))
+    model = settled(Two(data_dependent, block=block))
     x = torch.rand(2, 4, 3, 3)
     expected = model(x)
-    with pytest.warns(UserWarning, match=r"folded 1 of 2 layers; not layer 'norm' \(torch.fx cannot trace"):
+    with pytest.raises(ValueError, match=r"cannot trace the model as a whole .*; pass example_input"):
         fold(model)
-    torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-5)
+    for example in (x, (x,), {"x": x}):
+        folded = fold(copy.deepcopy(model), example)
+        assert norms_left(folded) == 0
+        torch.testing.assert_close(folded(x), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_folding_with_an_example_is_folding_without_one(case: str) -> None:
+    layers, shape = CASES[case]
+    model = settled(nn.Sequential(*layers(), nn.ReLU()))
+    x = torch.randn(shape)
+    traced, called = fold(copy.deepcopy(model)), fold(copy.deepcopy(model), x)
+    assert norms_left(called) == 0
+    assert torch.equal(traced(x), called(x))
+
+
+def collected(net: Any, x: Tensor) -> list[Tensor]:
+    outputs = []
+    for layer in net.block:
+        x = layer(x)
+        outputs.append(x)
+    return outputs
+
+
+def in_other_ways(case: str) -> tuple[nn.Module, str]:
+    """A model whose block is a convolution and a norm layer, used in a way that folding would change."""
+    block = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))
+    uses: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
+        "parts one by one": (collected, "used elsewhere"),
+        "an activation between": (
+            lambda net, x: net.block[1](net.block[0](x).relu()),
+            "does not get the output of a convolution|follows",
+        ),
+        "an in-place activation between": (
+            lambda net, x: net.block[1](net.block[0](x).relu_()),
+            "used elsewhere|follow",
+        ),
+        "the weight in a function": (
+            lambda net, x: net.block(x) + F.conv2d(x, net.block[0].weight),
+            "parameters, or those of the layer before it, are read elsewhere",
+        ),
+        "the statistics in a function": (
+            lambda net, x: net.block(x) + net.block[1].running_mean.view(1, -1, 1, 1),
+            "parameters, or those of the layer before it, are read elsewhere",
+        ),
+        "the convolution again": (lambda net, x: net.block(x) + net.block[0](x), "used twice|used elsewhere"),
+        "the output kept": (lambda net, x: net.block[1](net.kept.setdefault("x", net.block[0](x))), "used elsewhere"),
+    }
+    run, reason = uses[case]
+    model = Two(lambda net, x: run(net, x) if float(x.sum()) > -1e9 else x, block=block)
+    del model.conv, model.norm
+    model.kept = {}
+    return settled(model), reason
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "parts one by one",
+        "an activation between",
+        "an in-place activation between",
+        "the weight in a function",
+        "the statistics in a function",
+        "the convolution again",
+        "the output kept",
+    ],
+)
+def test_other_uses_are_seen_in_one_call(case: str) -> None:
+    model, reason = in_other_ways(case)
+    x = torch.randn(2, 4, 3, 3)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=r"cannot trace the model as a whole .*; pass example_input"):
+        fold(model)
+    with pytest.raises(ValueError, match=f"nothing to fold.*({reason})"):
+        fold(model, x)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+class Switched(nn.Module):
+    """Other branches of forward, other methods, and flags that change what a model computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+        self.normalize = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x)
+        return self.norm(x) if self.normalize else x
+
+
+class WithFeatures(Two):
+    def forward(self, x: Tensor, feats: bool = False) -> Tensor:
+        y = self.conv(x)
+        return y if feats else self.norm(y)
+
+
+class WithMethod(Two):
+    def features(self, x: Tensor) -> Tensor:
+        return self.conv(x)
+
+    def describe(self) -> int:
+        return self.conv.out_channels
+
+    def head(self, x: Tensor) -> Tensor:
+        return self.norm(self.conv(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x)
+
+
+@pytest.mark.parametrize("with_example", [False, True])
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (Switched, "Switched.normalize=True decides whether it follows the layer before it"),
+        (lambda: WithMethod(twice_used), "WithMethod.features, which forward does not call, uses the layer before it"),
+    ],
+)
+def test_flags_and_other_methods_are_respected(make: Any, reason: str, with_example: bool) -> None:
+    model = settled(make())
+    with pytest.raises(ValueError, match=reason):
+        fold(model, torch.randn(2, 4, 3, 3) if with_example else None)
+    assert getattr(model, "normalize", True)
+
+
+def test_a_flag_that_changes_something_else_is_no_obstacle() -> None:
+    model = Two(lambda net, x: net.norm(net.conv(x)) * (2 if net.double else 1))
+    model.double = True
+    assert_folded(model, torch.randn(2, 4, 3, 3))
+    assert model.double
+
+
+def test_optional_arguments_have_to_stay_as_in_the_example() -> None:
+    model = settled(WithFeatures(twice_used))
+    x = torch.randn(2, 4, 3, 3)
+    expected, features = model(x), model(x, feats=True)
+    with pytest.raises(ValueError, match=r"forward has optional arguments \(feats\); pass example_input"):
+        fold(model)
+    folded = fold(copy.deepcopy(model), x)
+    torch.testing.assert_close(folded(x), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(folded(x, False), expected, rtol=1e-5, atol=1e-5)
+    for call in (lambda net: net(x, True), lambda net: net(x, feats=True)):
+        with pytest.raises(ValueError, match="feats=True: this model was folded with feats=False"):
+            call(folded)
+        with pytest.raises(ValueError, match="feats=True"):
+            call(copy.deepcopy(folded))
+    program = torch.export.export(folded, (x,)).module()
+    torch.testing.assert_close(program(x), expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="not used at inference"):
+        fold(model, {"x": x, "feats": True})
+    assert torch.equal(model(x, feats=True), features)
+
+
+@pytest.mark.parametrize("where", ["model", "norm", "conv"])
+def test_a_forward_that_was_replaced_on_an_instance_is_respected(where: str) -> None:
+    model = settled(Two(lambda net, x: net.norm(net.conv(x))))
+    layer = model if where == "model" else getattr(model, where)
+    original = layer.forward
+    layer.forward = (lambda x: model.conv(x)) if where == "model" else lambda x: original(x) * 2
+    x = torch.randn(2, 4, 3, 3)
+    expected = model(x)
+    for example in (None, x):
+        with pytest.raises(ValueError, match=r"replaced on the instance|not used at|used elsewhere|read else"):
+            fold(model, example)
+    assert torch.equal(model(x), expected)
+
+
+def test_a_subclass_that_computes_something_else_is_left_alone() -> None:
+    class Standardized(nn.Conv2d):
+        def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            return super()._conv_forward(input, weight - weight.mean(), bias)
+
+    with pytest.raises(ValueError, match="class Standardized overrides _conv_forward"):
+        fold(nn.Sequential(Standardized(4, 4, 1), nn.BatchNorm2d(4)))
+
+
+def test_a_model_whose_outputs_are_random_is_restored() -> None:
+    model = settled(Two(lambda net, x: net.norm(net.conv(x)) + count.pop()))
+    count = [9.0, 3.0, 0.0, 0.0]
+    state, forward = copy.deepcopy(model.state_dict()), type(model.norm)
+    x = torch.randn(2, 4, 3, 3)
+    with pytest.raises(ValueError, match=r"outputs for example_input differ by .* restored"):
+        fold(model.train(), x)
+    assert model.training
+    assert type(model.norm) is forward
+    assert list(model.state_dict()) == list(state)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+
+
+def test_an_example_that_the_model_does_not_accept_is_named() -> None:
+    with pytest.raises(ValueError, match="does not accept example_input in evaluation mode: RuntimeError"):
+        fold(nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)), torch.randn(2, 3, 5, 5))
+
+
+def test_layers_that_are_also_in_a_plain_list_are_folded_once() -> None:
+    model = Two(lambda net, x: net.layers[1](net.layers[0](x)))
+    model.layers = [model.conv, model.norm]
+    assert_folded(model, torch.randn(2, 4, 3, 3))
+    assert model.layers[1] is model.norm
+
+
+def test_a_folded_model_is_copied_and_saved(tmp_path: Any) -> None:
+    model = fold(settled(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Conv1d(4, 2, 1), nn.BatchNorm1d(2))[:2]))
+    torch.save(model, tmp_path / "folded.pt")
+    x = torch.randn(5, 3)
+    for other in (copy.deepcopy(model), torch.load(tmp_path / "folded.pt", weights_only=False)):
+        assert torch.equal(other(x), model(x))
+
+
+def test_all_layers_with_alpha_are_answered_with_what_to_do() -> None:
+    model = betternorm.convert(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)), "weighed")
+    betternorm.set_alpha(model, 0.1)
+    with pytest.raises(ValueError, match=r"all 1 batch norm layers have alpha > 0.*export the model directly, or tune"):
+        fold(model)
+
+
+def test_what_is_fused_after_folding_is_an_error_that_explains_why() -> None:
+    model = fold(nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)))
+    with pytest.raises(AttributeError, match=r"betternorm.fold has folded this norm layer"):
+        nn.utils.fusion.fuse_conv_bn_eval(model[0], model[1])
 
 
 def test_the_report_says_where_each_layer_went(capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,8 +28,10 @@ from betternorm.weighing.calibration import calibrate
 from betternorm.weighing.result import AlphaSearch
 from betternorm.weighing.search import tune_alpha
 
-# Most tests insist on an alpha, and do not care whether it is any good.
-pytestmark = pytest.mark.filterwarnings("ignore::betternorm.errors.UncertainGainWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::betternorm.errors.UncertainGainWarning"),
+    pytest.mark.filterwarnings("ignore:per_layer is deprecated:DeprecationWarning"),
+]
 
 
 def evaluated(loader: Any, **options: Any) -> AlphaSearch:
@@ -75,7 +77,7 @@ def test_random_augmentation_is_noticed(images: Tensor, labels: Tensor) -> None:
             return iter(batches(images + 0.1 * torch.randn_like(images), labels))
 
     model = small_network()
-    with pytest.raises(ValueError, match=r"other examples .* switch random augmentation off"):
+    with pytest.raises(ValueError, match=r"other examples .*switch random augmentation off"):
         tune_alpha(model, Augmented())
     assert get_alpha(model) == 0.0
 
@@ -89,7 +91,7 @@ def test_a_limit_takes_the_first_examples(images: Tensor, labels: Tensor) -> Non
 @pytest.mark.parametrize(
     ("loader", "kind", "message"),
     [
-        (iter([]), TypeError, "can be gone through only once"),
+        (iter([]), TypeError, "can be iterated only once"),
         ([], ValueError, "no batches"),
         ([torch.randn(4, 3, 8, 8)], TypeError, "pair .* forward=function"),
         ([{"image": torch.randn(4, 3, 8, 8)}], TypeError, "a dict with image"),
@@ -208,5 +210,5 @@ def test_a_stream_without_a_length_will_do(images: Tensor, labels: Tensor) -> No
 
 def test_a_file_that_is_no_search_is_not_used(tmp_path: Path) -> None:
     (tmp_path / "kept.pt").write_text("hello")
-    with pytest.raises(ValueError, match="is not a file of a search"):
+    with pytest.raises(ValueError, match="is not a file of intermediate results"):
         tune_alpha(known(), noisy(0.3), (), squared_error, forward=answer, resume=tmp_path / "kept.pt")

@@ -183,5 +183,5 @@ def test_layers_that_cannot_be_folded_are_refused(images: Tensor, labels: Tensor
 
 
 def test_layers_and_per_layer_are_two_things(images: Tensor, labels: Tensor) -> None:
-    with pytest.raises(ValueError, match="layers=1 does not go together with per_layer"):
+    with pytest.raises(ValueError, match="layers=1 cannot be combined with per_layer"):
         tune_alpha(small_network(), batches(images, labels), layers=1, per_layer=True)

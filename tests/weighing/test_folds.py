@@ -23,6 +23,6 @@ def test_an_image_that_comes_twice_is_in_one_fold() -> None:
 
 
 @pytest.mark.parametrize("folds", [1, 11])
-def test_folds_that_cannot_be_say_why(folds: int) -> None:
-    with pytest.raises(ValueError, match=f"folds={folds} must lie between 2 and the 10 different examples"):
+def test_impossible_numbers_of_folds_are_errors(folds: int) -> None:
+    with pytest.raises(ValueError, match=f"folds={folds} must lie between 2 and the number of distinct examples, 10"):
         assign_folds(torch.arange(10), folds)

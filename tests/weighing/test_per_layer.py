@@ -11,8 +11,10 @@ from betternorm.weighing.alpha import get_alpha
 from betternorm.weighing.metrics import Metric
 from betternorm.weighing.search import tune_alpha
 
-# Most tests insist on an alpha, and do not care whether it is any good.
-pytestmark = pytest.mark.filterwarnings("ignore::betternorm.errors.UncertainGainWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::betternorm.errors.UncertainGainWarning"),
+    pytest.mark.filterwarnings("ignore:per_layer is deprecated:DeprecationWarning"),
+]
 
 
 def test_layers_that_want_different_alphas_get_them() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +20,6 @@ from betternorm.weighing.alpha import get_alpha
 from betternorm.weighing.metrics import Metric
 from betternorm.weighing.search import tune_alpha
 
-# Most tests insist on an alpha, and do not care whether it is any good.
 pytestmark = pytest.mark.filterwarnings("ignore::betternorm.errors.UncertainGainWarning")
 
 
@@ -91,17 +92,17 @@ def test_a_clear_gain_is_set_and_its_interval_holds_the_truth() -> None:
     assert gain.low < -(0.2**2) < gain.high  # from 0 to the mean of the targets
 
 
-def test_a_gain_that_could_be_chance_is_told_and_not_set() -> None:
+def test_an_insignificant_gain_warns_and_leaves_alpha_unchanged() -> None:
     model = known()
-    with pytest.warns(UncertainGainWarning, match="not distinguishable from zero: alpha stays 0"):
+    with pytest.warns(UncertainGainWarning, match="is not significant: alpha unchanged"):
         found = tune_alpha(model, noisy(0.001, 50, 0.5), (), squared_error, forward=answer)
     assert not found.significant
     assert get_alpha(model) == found.alpha == 0.0
 
 
-def test_who_insists_gets_the_best_all_the_same() -> None:
+def test_the_best_alpha_is_set_if_significance_is_not_required() -> None:
     model = known()
-    with pytest.warns(UserWarning, match="alpha was set, as asked"):
+    with pytest.warns(UserWarning, match="alpha set to .*, as requested"):
         found = tune_alpha(model, noisy(0.03, 50, 0.5), (), squared_error, forward=answer, require_significant=False)
     assert get_alpha(model) == found.alpha == found.best["squared_error"] > 0
 
@@ -162,14 +163,27 @@ def test_a_metric_that_should_rise_is_maximised() -> None:
     assert found.gains["closeness"].low > 0
 
 
+def test_the_objective_may_be_the_name_of_a_custom_metric() -> None:
+    by_name = tune_alpha(known(), noisy(0.3), (squared_error,), "squared_error", grid=5, forward=answer)
+    assert by_name == tune_alpha(known(), noisy(0.3), (), squared_error, grid=5, forward=answer)
+    with pytest.raises(ValueError, match="two metrics are named 'squared_error'"):
+        tune_alpha(known(), noisy(0.3), (squared_error,), Metric("squared_error", len, False), forward=answer)
+
+
+def test_a_result_cannot_be_changed() -> None:
+    result = tune_alpha(known(), noisy(0.3), (), squared_error, grid=[0.3], forward=answer)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        result.alpha = 0.5  # type: ignore[misc]
+
+
 def test_a_metric_that_returns_something_else_says_so() -> None:
     with pytest.raises(ValueError, match=r"'bad' returned a Tensor of shape \(64, 2\)"):
         tune_alpha(known(), noisy(0.3), (), Metric("bad", lambda o, t: torch.zeros(len(t), 2), False), forward=answer)
 
 
 @pytest.fixture
-def cifar100_test(shared: Path, tmp_path: Path) -> tuple[Tensor, Tensor]:
-    unpack = shared / "data/unpack.py"
+def cifar100_test(external_file: Callable[[str], Path], tmp_path: Path) -> tuple[Tensor, Tensor]:
+    unpack = external_file("data/unpack.py")
     subprocess.run([sys.executable, unpack, "cifar100", tmp_path], check=True, capture_output=True)
     with np.load(tmp_path / "cifar100.npz") as file:
         pixels, labels = (torch.from_numpy(file[f"test_{name}"]) for name in ("images", "labels"))
@@ -178,13 +192,15 @@ def cifar100_test(shared: Path, tmp_path: Path) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.slow
-def test_a_published_network_gets_better(shared: Path, cifar100_test: tuple[Tensor, Tensor]) -> None:
+def test_a_published_network_gets_better(
+    external_file: Callable[[str], Path], cifar100_test: tuple[Tensor, Tensor]
+) -> None:
     from betternorm_lab.models import CifarResNet
 
     from betternorm.integrations.checkpoints import load_checkpoint
 
     x, y = (part[::10] for part in cifar100_test)
-    model = load_checkpoint(CifarResNet(8), shared / "weights/cifar100_resnets/resnet8_cifar100.pth").eval()
+    model = load_checkpoint(CifarResNet(8), external_file("weights/cifar100_resnets/resnet8_cifar100.pth")).eval()
     found = tune_alpha(model, batches(x, y, 250), objective="cross_entropy")
     assert found.significant
     assert 0.01 < found.best["cross_entropy"] < 0.06

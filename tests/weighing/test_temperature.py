@@ -138,7 +138,7 @@ def test_a_layer_that_does_not_give_the_output_is_left_alone() -> None:
     del model[9][0]
     model[8].register_forward_hook(lambda module, inputs, output: last(output))
     weight = model[8].auxiliary.weight.detach().clone()
-    with pytest.raises(ValueError, match=r"'8.auxiliary', does not give the output of the network"):
+    with pytest.raises(ValueError, match=r"'8.auxiliary', does not compute the output of the model"):
         tune_alpha(model, data(), objective="top1", grid=[0.1], fold_temperature=True)
     torch.testing.assert_close(model[8].auxiliary.weight.detach(), weight)
 
@@ -157,7 +157,7 @@ def all_right(images: int = 100) -> list[tuple[Tensor, Tensor]]:
 
 
 def test_where_all_examples_are_right_no_temperature_fits() -> None:
-    with pytest.raises(ValueError, match="nearly all examples are classified right"):
+    with pytest.raises(ValueError, match="nearly all examples are classified correctly"):
         tune_alpha(small_network(), all_right())
 
 

@@ -3,4 +3,4 @@
 Data flows one way: configuration -> data -> model -> training -> a row in the store -> figures.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

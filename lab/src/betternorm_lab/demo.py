@@ -174,7 +174,7 @@ def results(folder: str | os.PathLike[str]) -> list[Result]:
 
 def held(result: Result) -> bool:
     """Whether the network with the improvements was better for enough of the seeds."""
-    return result.verdicts[0].outcome is Outcome.SEEN
+    return result.verdicts[0].outcome is Outcome.REPLICATED
 
 
 def _configs() -> list[Config]:
@@ -335,7 +335,7 @@ def _seeds_won(before: Step, after: Step, rows: Rows) -> Verdict:
     won = {metric.label: metric.won(before, after, rows) for metric in (ACCURACY, LOSS)}
     return Verdict(
         f"All three together are better on test data for at least {enough} of {seeds} seeds",
-        Outcome.SEEN if min(won.values()) >= enough else Outcome.CONTRADICTED,
+        Outcome.REPLICATED if min(won.values()) >= enough else Outcome.OPPOSITE,
         "; ".join(
             f"{metric.label}: {won[metric.label]} of {seeds} seeds, {metric.gain(before, after, rows)}"
             for metric in (ACCURACY, LOSS)

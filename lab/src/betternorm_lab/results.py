@@ -1,7 +1,4 @@
-"""What an experiment comes to: tables, figures and a verdict on each claim, described once and drawn in many ways.
-
-Experiments make these from rows; the report turns them into HTML, PNG, SVG, Markdown and CSV.
-"""
+"""The result of an experiment: tables, figures and a verdict on each claim, independent of how they are rendered."""
 
 from __future__ import annotations
 
@@ -13,36 +10,45 @@ from betternorm_lab.store import Row
 
 
 class Outcome(str, Enum):
-    """What a claim of the paper came to at the scale that was run."""
+    """The verdict on a claim; :data:`betternorm_lab.experiments.claims.RULE` defines the terms."""
 
-    SEEN = "seen"
-    CONTRADICTED = "contradicted"
-    NO_DIFFERENCE = "no difference beyond the margin"
-    UNDERPOWERED = "underpowered"
-    NOT_RUN = "not run yet"
+    REPLICATED = "replicated"
+    OPPOSITE = "opposite effect"
+    NEGLIGIBLE = "significant but negligible"
+    EQUIVALENT = "equivalent"
+    INCONCLUSIVE = "inconclusive"
+    NOT_TESTED = "not tested"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A claim, what came of it, and the statistics that say so.
+    """A claim, its outcome, and the statistics behind it.
 
-    ``p`` is the P value of there being no difference, where the claim is one of a difference; ``difference`` is its
-    mean and the ends of its interval, ``measured`` the same in words with the number of runs, and ``detectable`` what
-    so many runs would have shown.
+    Args:
+        claim: the claim in words.
+        evidence: the statistics in words.
+        id: the name of the claim within its experiment and scale; never shown, and never changed.
+        p: the P value of no difference, for claims of a difference.
+        measured: the difference with its interval and n, as text.
+        detectable: the minimum detectable effect (80 % power).
+        difference: the mean difference and the ends of its interval.
+        sanity: whether the claim is expected to hold almost by construction.
     """
 
     claim: str
     outcome: Outcome
     evidence: str
+    id: str = ""
     p: float | None = None
     measured: str = ""
     detectable: float | None = None
     difference: tuple[float, float, float] | None = None
+    sanity: bool = False
 
 
 @dataclass(frozen=True)
 class Table:
-    """``rows`` hold text and numbers; a measured cell is text such as "45.2 ± 0.4 (n = 3)" or a number."""
+    """``rows`` contain text and numbers; a measured cell is text such as "45.2 ± 0.4 (n = 3)" or a number."""
 
     title: str
     headers: Sequence[str]
@@ -51,7 +57,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Series:
-    """One curve or one set of bars. ``low`` and ``high`` bound an interval around y; ``x`` may be text for bars."""
+    """A curve or a set of bars. ``low`` and ``high`` bound an interval around y; ``x`` may be text for bars."""
 
     name: str
     x: Sequence[float | str]
@@ -62,24 +68,20 @@ class Series:
 
 @dataclass(frozen=True)
 class Figure:
-    """A chart. ``levels`` are horizontal reference lines by name, such as the paper's bound.
-
-    ``slider=True`` says that x is a setting, such as alpha, along which a reader may want to read off every series.
-    """
+    """A chart. ``levels`` are reference lines by name, such as the paper's bound."""
 
     title: str
     x_label: str
     y_label: str
     series: Sequence[Series]
-    kind: str = "line"  # or "bar", or "point": all series of a name on one line
+    kind: str = "line"  # or "bar", or "point": all series of a category on one line
     log_x: bool = False
     levels: dict[str, float] = field(default_factory=dict)
-    slider: bool = False
 
 
 @dataclass(frozen=True)
 class Result:
-    """All that one experiment shows at one scale."""
+    """The result of one experiment at one scale."""
 
     name: str
     title: str

@@ -252,6 +252,13 @@ def make_folder(folder: Path) -> None:
         raise UserError(f"output folder {folder} cannot be written: {problem.strerror}; choose another") from problem
 
 
+def write_text(path: Path, text: str) -> Path:
+    """Write a text file in one step."""
+    with atomic(path) as draft:
+        draft.write_text(text, encoding="utf-8")
+    return path
+
+
 @contextlib.contextmanager
 def atomic(path: Path) -> Iterator[Path]:
     """A draft beside ``path`` that takes its name when it is whole and on disk: readers see the old file or the new."""

@@ -30,7 +30,7 @@ def test_no_gain_is_told_and_no_error(tmp_path, capsys):
     worse = [(top1 - 0.02, loss) for top1, loss in MEASURED[demo.PLAIN]]
     fill(tmp_path, MEASURED | {demo.DECAYED: worse})
     assert main(["demo", "--output", str(tmp_path), "--seeds", "3"]) == OK
-    assert "contradicted: All three together" in capsys.readouterr().out
+    assert "opposite effect: All three together" in capsys.readouterr().out
 
 
 def test_for_machines_there_is_json(tmp_path, capsys):
@@ -39,7 +39,7 @@ def test_for_machines_there_is_json(tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["page"] == str(tmp_path / "report.html")
     assert found["tables"][0]["rows"][3] == ["seeds won", "3 of 3", "3 of 3"]
-    assert found["verdicts"][0]["outcome"] == "seen"
+    assert found["verdicts"][0]["outcome"] == "replicated"
 
 
 @pytest.mark.parametrize("words", [["--seeds", "1"], ["--seeds", "two"], ["--processes", "0"]])
@@ -60,7 +60,7 @@ def test_the_report_of_a_demo_is_a_page_and_files(tmp_path, capsys):
     assert "demo" in said
     assert said.split()[-2:] == [str(out), str(folder / "index.md")]
     assert "<h1>Mine</h1>" in out.read_text()
-    assert (folder / "demo" / "rows.csv").is_file()
+    assert (folder / "demo" / "figure-1.svg").is_file()
 
 
 def test_the_report_for_machines(tmp_path, capsys):
@@ -70,7 +70,7 @@ def test_the_report_for_machines(tmp_path, capsys):
     assert found["written"] == [str(tmp_path / "report.html")]
     (told,) = found["experiments"]
     assert (told["name"], told["scale"]) == ("demo", "demo")
-    assert told["verdicts"][0]["outcome"] == "seen"
+    assert told["verdicts"][0]["outcome"] == "replicated"
 
 
 def test_a_store_on_a_read_only_disk_has_its_page_elsewhere(tmp_path, capsys, monkeypatch):

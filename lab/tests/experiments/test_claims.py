@@ -6,28 +6,29 @@ import pytest
 from betternorm_lab.experiments import claims
 from betternorm_lab.results import Outcome, Verdict
 
-SEEN, CONTRADICTED = Outcome.SEEN, Outcome.CONTRADICTED
-NO_DIFFERENCE, UNDERPOWERED = Outcome.NO_DIFFERENCE, Outcome.UNDERPOWERED
+REPLICATED, OPPOSITE, NEGLIGIBLE = Outcome.REPLICATED, Outcome.OPPOSITE, Outcome.NEGLIGIBLE
+EQUIVALENT, INCONCLUSIVE = Outcome.EQUIVALENT, Outcome.INCONCLUSIVE
 
 
 @pytest.mark.parametrize(
     ("interval", "claimed", "outcome"),
     [
-        ((0.1, 2.0), claims.MORE, SEEN),
-        ((0.1, 0.4), claims.MORE, SEEN),
-        ((-2.0, -0.1), claims.MORE, CONTRADICTED),
-        ((-0.1, 2.0), claims.MORE, UNDERPOWERED),
-        ((-0.1, 0.4), claims.MORE, NO_DIFFERENCE),
-        ((0.0, 0.0), claims.MORE, NO_DIFFERENCE),
-        ((-2.0, -0.1), claims.LESS, SEEN),
-        ((0.1, 2.0), claims.LESS, CONTRADICTED),
-        ((-0.4, 0.3), claims.within(0.5), SEEN),
-        ((0.6, 0.9), claims.within(0.5), CONTRADICTED),
-        ((0.4, 0.9), claims.within(0.5), UNDERPOWERED),
-        ((-3.0, 0.4), claims.at_most(0.5), SEEN),
-        ((-3.0, 0.6), claims.at_most(0.5), UNDERPOWERED),
-        ((0.6, 0.9), claims.at_most(0.5), CONTRADICTED),
-        ((math.nan, math.nan), claims.MORE, UNDERPOWERED),
+        ((0.1, 2.0), claims.MORE, REPLICATED),
+        ((0.1, 0.4), claims.MORE, NEGLIGIBLE),
+        ((0.1, 0.4), claims.LESS, NEGLIGIBLE),
+        ((-2.0, -0.1), claims.MORE, OPPOSITE),
+        ((-0.1, 2.0), claims.MORE, INCONCLUSIVE),
+        ((-0.1, 0.4), claims.MORE, EQUIVALENT),
+        ((0.0, 0.0), claims.MORE, EQUIVALENT),
+        ((-2.0, -0.1), claims.LESS, REPLICATED),
+        ((0.1, 2.0), claims.LESS, OPPOSITE),
+        ((-0.4, 0.3), claims.within(0.5), REPLICATED),
+        ((0.6, 0.9), claims.within(0.5), OPPOSITE),
+        ((0.4, 0.9), claims.within(0.5), INCONCLUSIVE),
+        ((-3.0, 0.4), claims.at_most(0.5), REPLICATED),
+        ((-3.0, 0.6), claims.at_most(0.5), INCONCLUSIVE),
+        ((0.6, 0.9), claims.at_most(0.5), OPPOSITE),
+        ((math.nan, math.nan), claims.MORE, INCONCLUSIVE),
     ],
 )
 def test_a_claim_comes_to_what_the_interval_says(interval, claimed, outcome):
@@ -35,22 +36,22 @@ def test_a_claim_comes_to_what_the_interval_says(interval, claimed, outcome):
 
 
 def test_two_arms_apart_are_seen_apart_and_few_runs_tell_nothing():
-    assert claims.compare("more", [3.0, 3.1, 2.9], [1.0, 1.1, 0.9]).outcome is SEEN
-    assert claims.compare("more", [1.0, 1.1, 0.9], [3.0, 3.1, 2.9]).outcome is CONTRADICTED
-    assert claims.compare("more", [3.0], [1.0, 1.1]).outcome is Outcome.NOT_RUN
-    assert "it takes two" in claims.compare("more", [], [1.0, 1.1]).evidence
+    assert claims.compare("more", [3.0, 3.1, 2.9], [1.0, 1.1, 0.9]).outcome is REPLICATED
+    assert claims.compare("more", [1.0, 1.1, 0.9], [3.0, 3.1, 2.9]).outcome is OPPOSITE
+    assert claims.compare("more", [3.0], [1.0, 1.1]).outcome is Outcome.NOT_TESTED
+    assert "two of each are needed" in claims.compare("more", [], [1.0, 1.1]).evidence
 
 
 def test_pairs_decide_what_the_spread_between_networks_hides():
     before, after = [40.0, 50.0, 60.0], [41.0, 51.1, 60.9]
-    assert claims.compare("more", after, before).outcome is UNDERPOWERED
-    assert claims.compare("more", after, before, paired=True).outcome is SEEN
+    assert claims.compare("more", after, before).outcome is INCONCLUSIVE
+    assert claims.compare("more", after, before, paired=True).outcome is REPLICATED
 
 
-def test_a_verdict_says_what_could_have_been_seen():
+def test_a_verdict_has_the_minimum_detectable_effect():
     found = claims.compare("more", [3.0, 3.4], [1.0, 1.4])
     assert found.detectable > 0.4
-    assert f"{found.detectable:.2g} could have been seen" in found.evidence
+    assert f"minimum detectable effect {found.detectable:.2g}" in found.evidence
     assert claims.compare("more", [3.0, 3.1, 2.9], [1.0, 1.1, 0.9]).detectable < found.detectable
 
 
@@ -69,10 +70,10 @@ def test_p_values_are_corrected_for_the_claims_of_a_page_that_have_one():
 @pytest.mark.parametrize(
     ("parts", "outcome"),
     [
-        ((SEEN, SEEN), SEEN),
-        ((SEEN, UNDERPOWERED), UNDERPOWERED),
-        ((UNDERPOWERED, CONTRADICTED), CONTRADICTED),
-        ((SEEN, NO_DIFFERENCE), NO_DIFFERENCE),
+        ((REPLICATED, REPLICATED), REPLICATED),
+        ((REPLICATED, INCONCLUSIVE), INCONCLUSIVE),
+        ((INCONCLUSIVE, OPPOSITE), OPPOSITE),
+        ((REPLICATED, EQUIVALENT), EQUIVALENT),
     ],
 )
 def test_a_claim_of_parts_holds_where_all_parts_do(parts, outcome):

@@ -9,7 +9,7 @@ from betternorm_lab import models
 from betternorm_lab.cli import report
 from betternorm_lab.experiments import findings, protocol, registry, runner, saved_rows, scales, trained_networks
 from betternorm_lab.results import Outcome
-from betternorm_lab.store import Store, export
+from betternorm_lab.store import Store
 from betternorm_lab.training import Config
 from torch import nn
 
@@ -36,9 +36,9 @@ EVERY = [(name, scale) for scale in scales.SCALES for name in registry.names_at(
 def test_every_experiment_says_so_where_nothing_has_been_run(name, scale, tmp_path):
     found = runner.result(name, scale, Store(tmp_path))
     assert found.rows == []
-    assert "have not been run yet" in found.notes
+    assert "have not been run" in found.notes
     assert f"betternorm reproduce {name} --scale {scale}" in found.notes
-    assert {verdict.outcome for verdict in found.verdicts} <= {Outcome.NOT_RUN}
+    assert {verdict.outcome for verdict in found.verdicts} <= {Outcome.NOT_TESTED}
     assert registry.module(name).__doc__.count("paper") >= 1
 
 
@@ -46,8 +46,8 @@ def test_every_experiment_says_so_where_nothing_has_been_run(name, scale, tmp_pa
 def test_arms_are_different_trials_and_seeds_are_at_least_two(name, scale):
     arms = registry.trials_of(name, scale)
     if name != "combined":  # batch norm at the full batch is also the largest of the ghosts there
-        for task in {label[0] for label in arms}:  # settings of a task may share a network
-            keys = [trial.key for label, arm in arms.items() if label[0] == task for trial in arm]
+        for task in {arm.task for arm in arms}:  # the settings of a dataset may share a network
+            keys = [trial.key for arm, trials in arms.items() if arm.task == task for trial in trials]
             assert len(set(keys)) == len(keys)
     if scale != protocol.SCALE or name in protocol.FIXED:
         assert all(len(arm) >= 2 for arm in arms.values() if getattr(arm[0], "random", True))
@@ -83,13 +83,13 @@ def test_rows_come_back_from_pages_as_they_were(tmp_path):
     before = Store(tmp_path / "before")
     before.finish(first.key, first.kind, first.config, result=result, provenance={"seed": 0, "commit": "abc+"})
     before.finish("another", "trial", {"seed": 1}, result={"list": [1]})  # whose columns the first does not have
-    (tmp_path / "pages" / "ghost-size").mkdir(parents=True)
-    export(before.rows(), tmp_path / "pages" / "ghost-size" / "rows.csv")
+    (tmp_path / "pages").mkdir()
+    saved_rows.save(before.rows(), tmp_path / "pages" / saved_rows.table_of("smoke"))
 
     after = Store(tmp_path / "after")
     assert saved_rows.restore(tmp_path / "pages", "smoke", after, ["ghost-size"]) == 1
     (found,) = after.rows()
-    assert found.result == result
+    assert found.result == {name: value for name, value in result.items() if name != "history"}
     assert found.config == before.rows()[0].config
     assert found.provenance == {"seed": 0, "commit": "abc+"}
     assert saved_rows.restore(tmp_path / "pages", "smoke", after, ["ghost-size"]) == 0

@@ -1,122 +1,148 @@
-"""The table of what the paper states: every statement finds its verdict, and nothing is judged that was not run."""
+"""The paper's statements: each has one verdict, found by the id of its claim; and the pages follow from the rows."""
 
 import re
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from betternorm_lab.experiments import against_paper, paper, protocol, registry, runner, saved_rows
-from betternorm_lab.report import files, overview
+from betternorm_lab.experiments import against_paper, paper, registry, runner, saved_rows
+from betternorm_lab.report import markdown, overview
 from betternorm_lab.results import Outcome, Result, Verdict
 from betternorm_lab.store import Store
 
 from betternorm.cli.main import main
 
-ROOT = Path(__file__).parents[3]
-
-
-STATEMENTS = [one for these in paper.STATEMENTS.values() for one in these]
+PAGES = Path(__file__).parents[3] / "docs" / "results"
+STATEMENTS = [one for group in paper.STATEMENTS.values() for one in group]
+TESTED = [one for one in STATEMENTS if not one.untested]
+GHOSTS = next(one for one in STATEMENTS if one.id == "ghosts-overfitting")
 
 
 def result(scale, *verdicts, name="ghost-size"):
     return Result(name, "title", "place", scale, "command", [], [], verdicts, [])
 
 
-def row(results, says="ghosts raise top-1 where networks overfit"):
-    return next(line for table in against_paper.tables(results) for line in table.rows if line[0] == says)
+def row(results, statement=GHOSTS):
+    return next(line for table in against_paper.tables(results) for line in table.rows if line[0] == statement.says)
 
 
-def verdict(scale, outcome=Outcome.SEEN, **details):
-    data = paper.FEW if scale == "medium" else "Flowers-102"
-    claim = f"{data}: ghost size 8, the best on validation data, improves on batch norm (test top-1)"
-    return Verdict(claim, outcome, "", measured=f"+1 {scale}", detectable=0.5, **details)
+def verdict(scale, outcome=Outcome.REPLICATED, **details):
+    id = GHOSTS.claims[scale]
+    return Verdict("any words", outcome, "", id=id, measured=f"+1 {scale}", detectable=0.5, **details)
 
 
-def test_the_medium_scale_counts_before_the_small_one():
+def test_the_medium_scale_has_precedence_over_the_small_one():
     medium, small = (result(scale, verdict(scale)) for scale in ("medium", "small"))
     assert row([small, medium])[3] == "+1 medium, medium"
     assert row([small])[3] == "+1 small, small"
-    assert row([])[-1] == "not run yet"
+    assert row([])[-1] == "**not tested**"
 
 
-def test_what_cannot_be_tested_has_its_reason():
-    assert row([], "decay changes nothing on SVHN")[-1] == "not tested: SVHN is not at hand"
+def test_a_claim_that_was_not_tested_leaves_the_statement_to_the_other_scale():
+    medium = result("medium", verdict("medium", Outcome.NOT_TESTED))
+    assert row([medium])[-1] == "**not tested**"
+    assert row([medium, result("small", verdict("small"))])[3] == "+1 small, small"
 
 
-@pytest.mark.parametrize("statement", [one for one in STATEMENTS if one.points], ids=lambda one: one.says)
-def test_points_are_the_paper_s_number_or_the_difference_of_two(statement):
+def test_a_verdict_is_looked_up_by_id_alone():
+    other = replace(verdict("medium", Outcome.OPPOSITE), id="something/else", claim=GHOSTS.says)
+    reworded = replace(verdict("medium"), claim="in other words")
+    assert row([result("medium", other, reworded)])[-1] == "**replicated**"
+    assert row([result("medium", other)])[-1] == "**not tested**"
+
+
+def test_what_is_not_tested_has_a_reason():
+    (svhn,) = [one for one in STATEMENTS if one.untested]
+    assert row([], svhn)[-2:] == ["no runs on SVHN", "**not tested**"]
+
+
+@pytest.mark.parametrize(("difference", "contains"), [((4.0, 2.0, 6.0), "yes"), ((2.0, 1.0, 3.0), "no")])
+def test_the_table_says_whether_the_papers_value_is_in_our_interval(difference, contains):
+    assert row([result("medium", verdict("medium", difference=difference))])[4] == contains
+
+
+@pytest.mark.parametrize("statement", [one for one in STATEMENTS if one.points], ids=lambda one: one.id)
+def test_points_are_the_papers_number_or_the_difference_of_two(statement):
     stated = [float(number) for number in re.findall(r"[+-]?\d+\.?\d*", statement.number)]
     differences = [b - a for a in stated for b in stated]
     for points in statement.points:
         assert any(points == pytest.approx(one, abs=1e-6) for one in (*stated, *differences))
 
 
-def test_the_figure_shows_what_was_measured_beside_what_the_paper_states():
-    (claim,) = [one for one in STATEMENTS if one.says == "ghosts raise top-1 where networks overfit"]
+def test_the_figure_has_the_papers_numbers_and_ours():
     medium = result("medium", verdict("medium", difference=(2.0, 1.0, 3.0)))
     small = result("small", verdict("small", difference=(9.0, 8.0, 10.0)))
     theirs, ours = against_paper.figure([medium, small]).series
-    assert (theirs.name, theirs.x, theirs.y) == ("the paper", [claim.says], [5.8])
-    assert (ours.name, ours.x, ours.y, ours.low, ours.high) == (
-        "here, medium scale, 95 % interval",
-        (claim.says,),
-        (2.0,),
-        (1.0,),
-        (3.0,),
-    )
+    assert (theirs.name, theirs.x, theirs.y) == ("paper", [GHOSTS.says], [5.8])
+    assert (ours.x, ours.y, ours.low, ours.high) == ((GHOSTS.says,), (2.0,), (1.0,), (3.0,))
+    assert "medium scale" in ours.name
     assert against_paper.figure([]).series == []
-
-
-PAGES = {scale: ROOT / "docs" / "results" / ("medium" if scale == "medium" else "") for scale in against_paper.ORDER}
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """What the rows of docs/results come to, by experiment and scale."""
+    """The results of the committed rows, by experiment and scale."""
     store = Store(tmp_path_factory.mktemp("store"))
-    found = {}
-    for scale in against_paper.ORDER:
-        saved_rows.restore(PAGES[scale], scale, store)
-        found |= {(name, scale): runner.result(name, scale, store) for name in registry.names_at(scale)}
-    return found
-
-
-@pytest.mark.parametrize(("name", "scale"), [(name, scale) for scale in PAGES for name in registry.names_at(scale)])
-def test_every_page_says_what_its_rows_come_to(name, scale, results):
-    assert (PAGES[scale] / f"{name}.md").read_text() == files.markdown(results[name, scale], name)
-
-
-def test_the_overview_says_what_the_rows_come_to(results, tmp_path):
-    by_scale = {
-        scale: [one for (_, its), one in results.items() if its == scale and one.rows] for scale in against_paper.ORDER
+    for scale in paper.SCALES:
+        saved_rows.restore(PAGES, scale, store)
+    return {
+        (name, scale): runner.result(name, scale, store) for scale in paper.SCALES for name in registry.names_at(scale)
     }
-    found = [*results.values()]
-    path = overview.write(by_scale, against_paper.tables(found), against_paper.figure(found), tmp_path)
-    assert path.read_text() == (ROOT / "docs" / "results" / "index.md").read_text()
 
 
-@pytest.mark.parametrize("statement", [one for one in STATEMENTS if not one.untested], ids=lambda one: one.says)
-def test_every_statement_has_a_claim_that_judges_it(statement, results):
-    judged = [
-        verdict
-        for (name, scale), result in results.items()
-        if name == statement.experiment
-        for verdict in result.verdicts
-        if all(word in verdict.claim for word in against_paper.words_of(statement, scale))
-    ]
-    waiting = statement.experiment not in protocol.FIXED or statement.experiment == "ghost-size"
-    assert judged or waiting  # for hyperparameters, or for the best ghost size to be found
+EVERY = [(name, scale) for scale in paper.SCALES for name in registry.names_at(scale)]
 
 
-def test_rows_are_judged_anew_without_running_anything(tmp_path, capsys):
-    """The one command behind every number of the results."""
+def test_statements_and_claims_have_unique_ids(results):
+    ids = [one.id for one in STATEMENTS]
+    assert len(set(ids)) == len(ids)
+    for one in results.values():
+        ids = [verdict.id for verdict in one.verdicts]
+        assert all(ids)
+        assert len(set(ids)) == len(ids)
+
+
+@pytest.mark.parametrize("statement", TESTED, ids=lambda one: one.id)
+def test_every_statement_has_its_claims(statement, results):
+    for scale, claim in statement.claims.items():
+        assert claim in {verdict.id for verdict in results[statement.experiment, scale].verdicts}
+    assert against_paper.verdict_on(statement, [*results.values()]) is not None
+
+
+@pytest.mark.parametrize(("name", "scale"), EVERY)
+def test_every_page_follows_from_its_rows(name, scale, results):
+    folder = overview.FOLDERS[scale]
+    data = f"{'../' if folder else ''}{saved_rows.table_of(scale)}"
+    assert (PAGES / folder / f"{name}.md").read_text() == markdown.page(results[name, scale], name, data)
+
+
+def test_the_overview_follows_from_the_rows(results, tmp_path):
+    if (PAGES / "evidence").is_dir():
+        shutil.copytree(PAGES / "evidence", tmp_path / "evidence")
+    overview.write([one for one in results.values() if one.rows], tmp_path)
+    for name in ("index.md", overview.STATEMENTS):
+        assert (tmp_path / name).read_text() == (PAGES / name).read_text()
+
+
+def test_the_index_quotes_the_primary_claims_of_the_evidence_page(tmp_path):
+    (tmp_path / "evidence").mkdir()
+    (tmp_path / "evidence/index.md").write_text(
+        "# E\n\n## Primary claims\n\n[a](b.md), [c](https://d)\n\n## Other\n\nx\n"
+    )
+    overview.write([], tmp_path)
+    text = (tmp_path / "index.md").read_text()
+    assert "## Primary claims\n\n[a](evidence/b.md), [c](https://d)\n\n## Pages" in text
+
+
+def test_pages_are_recomputed_without_running_anything(results, tmp_path, capsys):
+    """The command behind every number of the results."""
     pages = tmp_path / "pages"
-    (pages / "decay").mkdir(parents=True)
-    rows = (ROOT / "docs" / "results" / "decay" / "rows.csv").read_text()
-    (pages / "decay" / "rows.csv").write_text(rows)
+    pages.mkdir()
+    saved_rows.save(results["decay", "small"].rows, pages / saved_rows.table_of("small"))
+    before = (pages / saved_rows.table_of("small")).read_bytes()
     words = ["decay", "--scale", "small", "--rows-only", "--pages", str(pages), "--folder", str(tmp_path / "store")]
     assert main(["reproduce", *words, "--quiet"]) == 0
-    assert "UNDERPOWERED: pre-activation network: decay on gamma and beta raises test top-1" in capsys.readouterr().out
-    overview = (pages / "index.md").read_text()
-    assert "| gamma toward 0 or toward 1 makes no difference |" in overview
-    assert "(#weight-decay-on-gamma-and-beta) |  | 1 | 3 | 1 |" in overview  # nothing seen, one underpowered ...
-    assert (pages / "decay.md").read_text() == (ROOT / "docs" / "results" / "decay.md").read_text()
+    assert "INCONCLUSIVE: pre-activation network: decay on gamma and beta raises" in capsys.readouterr().out
+    assert (pages / "decay.md").read_text() == (PAGES / "decay.md").read_text()
+    assert (pages / saved_rows.table_of("small")).read_bytes() == before

@@ -1,7 +1,5 @@
 """The test set is read only where the protocol says that an experiment is settled, and rows name a commit."""
 
-import csv
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,8 +14,10 @@ from betternorm_lab.experiments import (
     protocol,
     registry,
     runner,
+    saved_rows,
     small_batch,
 )
+from betternorm_lab.experiments.arms import WHOLE_STEPS
 from betternorm_lab.experiments.scales import FEW
 from betternorm_lab.store import DONE
 from betternorm_lab.trials import Runtime
@@ -56,7 +56,7 @@ def test_two_examples_in_steps_of_128_are_normalised_two_by_two():
     together = {
         (trial.norm, trial.batch_size, dict(trial.norm_options).get("ghost_size"))
         for label, trial in small_batch.arms("medium").items()
-        if label[0].endswith(small_batch.TOGETHER)
+        if label.setting == WHOLE_STEPS
     }
     assert together == {("group", 128, None), ("batch_group", 128, None), ("ghost", 128, 2)}
     assert BatchGroupNorm(8, 32).examples_per_group == small_batch.BATCH  # what batch_group has when it is not told
@@ -64,21 +64,18 @@ def test_two_examples_in_steps_of_128_are_normalised_two_by_two():
 
 def test_every_norm_at_two_examples_has_the_same_candidates():
     rates = {}
-    for setting, method, count in small_batch.candidates("medium"):
-        norm, _, rate = method.partition(", learning rate ")
-        rates.setdefault((setting, norm), set()).add((rate, count))
+    for arm, trial in small_batch.candidates("medium").items():
+        rates.setdefault((arm.setting, arm.method), set()).add((trial.learning_rate, arm.size))
     for setting in {setting for setting, _ in rates}:
         assert {rate for rate, _ in rates[setting, "batch norm"]} == {rate for rate, _ in rates[setting, "group norm"]}
         assert rates[setting, "group norm"] == rates[setting, "batch group norm"]
 
 
 def candidates(name):
-    """The rows that a choice rests on: top-1 on validation data at the best alpha, learning rate and groups."""
-    with (ROOT / "docs/results/protocol" / f"{name}.csv").open() as file:
-        for row in csv.DictReader(file):
-            assert (row["seed"], row["test"]) == (str(protocol.TUNING_SEED), "False")
-            groups = dict(json.loads(row["norm_options"])).get("num_groups")
-            yield row, float(row["validation_top1_own"]), (float(row["learning_rate"]), groups)
+    """The rows that a choice rests on: validation top-1 at the best alpha, learning rate and groups."""
+    for row in saved_rows.read_table(ROOT / "docs/results/protocol" / f"{name}.csv.gz").values():
+        assert (row["seed"], row["test"]) == (protocol.TUNING_SEED, False)
+        yield row, row["validation_top1_own"], (row["learning_rate"], dict(row["norm_options"]).get("num_groups"))
 
 
 def test_group_norm_is_the_best_candidate():
@@ -88,11 +85,10 @@ def test_group_norm_is_the_best_candidate():
 
 
 def test_the_strength_of_decay_is_the_best_candidate():
-    networks = {"post_resnet": "residual network", "post_plain": "the same without shortcuts"}
     found = {}
     for row, top1, _ in candidates("decay"):
-        found.setdefault(networks[row["network"]], {})[float(row["norm_decay"])] = top1
-    assert {*found} == {*networks.values()}
+        found.setdefault(row["network"], {})[row["norm_decay"]] = top1
+    assert {*found} == {*protocol.NORM_DECAY}
     for network, by_strength in found.items():
         assert sorted(by_strength) == sorted(decay.STRENGTHS)
         assert max(by_strength, key=by_strength.get) == protocol.NORM_DECAY[network]
@@ -101,7 +97,7 @@ def test_the_strength_of_decay_is_the_best_candidate():
 def test_the_learning_rate_of_a_ghost_size_is_the_best_candidate():
     found = {}
     for row, top1, (rate, _) in candidates("ghost-size"):
-        size = dict(json.loads(row["norm_options"])).get("ghost_size", 128)
+        size = dict(row["norm_options"]).get("ghost_size", 128)
         found.setdefault(size, {})[rate] = top1
     assert {size: sorted(by_rate) for size, by_rate in found.items()} == dict.fromkeys(
         protocol.GHOSTS, sorted(ghost_size.RATES)
@@ -114,7 +110,7 @@ def test_what_was_chosen_at_two_examples_is_the_best_candidate(batch_size, settl
     names = {**small_batch.METHODS, "batch": small_batch.PLAIN, "ghost": small_batch.PLAIN}
     best = {}
     for row, top1, setting in candidates("small-batch"):
-        if row["batch_size"] == str(batch_size):
+        if row["batch_size"] == batch_size:
             best.setdefault(names[row["norm"]], []).append((top1, setting))
     assert sum(map(len, best.values())) == len(registry.candidates("small-batch", "medium")) / 2
     assert {method: max(found)[1] for method, found in best.items()} == settled
@@ -132,33 +128,33 @@ def test_all_four_at_two_examples_are_the_networks_of_the_experiment_on_two_exam
     same = {
         combined.BATCH: small_batch.PLAIN,
         combined.GROUP: small_batch.GROUP,
-        combined.OURS: small_batch.BOTH + small_batch.DECAYED,
+        combined.OURS: small_batch.WITH_DECAY[small_batch.BOTH],
     }
-    own = {label[:2]: trial for label, trial in small_batch.arms("medium").items()}
+    own = {(arm.setting, arm.method): trial for arm, trial in small_batch.arms("medium").items()}
     compared = 0
-    for (setting, method, size), trial in combined.arms("medium").items():
-        if size == small_batch.BATCH and method in same:
-            assert trial.key == own[setting, same[method]].key
+    for arm, trial in combined.arms("medium").items():
+        if arm.size == small_batch.BATCH and arm.method in same:
+            assert trial.key == own[arm.setting, same[arm.method]].key
             compared += 1
     assert compared == 2 * len(same)  # in both settings
 
 
 def test_in_steps_of_128_nothing_but_the_norm_and_its_settings_depends_on_the_batch_size():
-    arms = {label: trial for label, trial in combined.arms("medium").items() if label[0].endswith(small_batch.TOGETHER)}
-    assert {size for _, _, size in arms} == {*combined.TOGETHER}
-    for (_, method, size), trial in arms.items():
+    arms = {label: trial for label, trial in combined.arms("medium").items() if label.setting == WHOLE_STEPS}
+    assert {arm.size for arm in arms} == {*combined.TOGETHER}
+    for arm, trial in arms.items():
         norm = {name: getattr(trial, name) for name in ("norm", "norm_options", "norm_decay", "learning_rate")}
         assert trial == replace(FEW, **norm)
-        assert trial.norm_decay == ("all" if method == combined.OURS else "none")
+        assert trial.norm_decay == ("all" if arm.method == combined.OURS else "none")
         seen = {"batch": FEW.batch_size, "batch_group": 2, "group": 1}.get(trial.norm)
-        assert dict(trial.norm_options).get("ghost_size", seen) <= size
+        assert dict(trial.norm_options).get("ghost_size", seen) <= arm.size
 
 
 def test_learning_rates_between_the_two_that_were_chosen_lie_between_them():
     rates = {
-        size: trial.learning_rate
-        for (task, method, size), trial in combined.arms("medium").items()
-        if method == combined.BATCH and not task.endswith(small_batch.TOGETHER)
+        arm.size: trial.learning_rate
+        for arm, trial in combined.arms("medium").items()
+        if arm.method == combined.BATCH and arm.setting != WHOLE_STEPS
     }
     assert rates[128] == FEW.learning_rate
     assert rates[2] == protocol.TWO_EXAMPLES["batch norm"][0]
@@ -167,7 +163,7 @@ def test_learning_rates_between_the_two_that_were_chosen_lie_between_them():
 
 def test_code_that_is_not_committed_does_not_run_at_medium_scale(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "code_version", lambda: "abc+")
-    with pytest.raises(UserError, match="changed since its last commit"):
+    with pytest.raises(UserError, match="uncommitted changes"):
         runner.reproduce(["ghost-size"], "medium", tmp_path)
 
 

@@ -47,7 +47,7 @@ def check(found):
 def test_candidates_are_of_one_experiment_and_keep_their_rows_apart(tmp_path, capsys):
     words = ("--scale", "medium", "--candidates", "--rows-only", "--folder", tmp_path / "store", "--pages", tmp_path)
     assert reproduce("non-iid", *words) == 0
-    assert "batch norm, learning rate 0.01, 16" in capsys.readouterr().out
+    assert "batch norm, 16, learning rate 0.01" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir() if path.name != "store"] == ["protocol"]
     assert reproduce("non-iid", "small-batch", *words) == 2
     assert "one experiment at a time" in capsys.readouterr().err
@@ -63,7 +63,7 @@ def test_an_experiment_ends_in_table_and_figure(name, tmp_path, capsys):
     check(runner.result(name, "smoke", Store(folder)))
     printed = capsys.readouterr().out
     assert registry.module(name).TITLE in printed
-    assert not re.search(r"^(SEEN|CONTRADICTED|UNDERPOWERED|NO DIFFERENCE)", printed, re.MULTILINE)
+    assert not re.search(r"^(REPLICATED|OPPOSITE|INCONCLUSIVE|EQUIVALENT)", printed, re.MULTILINE)
     assert (pages / f"{name}.md").is_file()
     assert (pages / name / "figure-1.svg").is_file()
 
@@ -95,13 +95,13 @@ def test_alpha_on_networks_and_images_of_ones_own(tmp_path, capsys, monkeypatch)
         (tmp_path / "val" / str(label)).mkdir(parents=True)
         for number in range(10):
             Image.fromarray(images[10 * label + number]).save(tmp_path / "val" / str(label) / f"{number}.png")
-    words = ("alpha-imagenet", "--network", "mine.py:build=mine.pt", "--images", "val", "--image-size", "8")
+    words = ("alpha-pretrained", "--network", "mine.py:build=mine.pt", "--images", "val", "--image-size", "8")
     assert reproduce(*words, "--folder", "store") == 0
     assert "mine.py:build" in capsys.readouterr().out
     (row,) = Store("store").rows()
     assert row["examples"] == 20  # all of them
     assert reproduce("ghost-size", "--images", "val", "--folder", "store") == 2
-    assert "belong together" in capsys.readouterr().err
+    assert "used together" in capsys.readouterr().err
 
 
 def test_without_names_it_is_every_experiment(tmp_path, capsys):
@@ -213,9 +213,8 @@ def shrunk(trial, weights):
 def test_the_code_of_the_papers_scale_runs(name, tmp_path):
     """A step or two of the first trial of every kind and network, on stand-in data of the right shape."""
     kinds = {}
-    for label, (trial, *_) in registry.trials_of(name, "paper", 1).items():
-        method = label[1] if len(label) > 1 and isinstance(label[1], str) else ""
-        kinds.setdefault((trial.kind, getattr(trial, "network", ""), method), trial)
+    for arm, (trial, *_) in registry.trials_of(name, "paper", 1).items():
+        kinds.setdefault((trial.kind, getattr(trial, "network", ""), arm.method), trial)
     for trial in kinds.values():
         if not hasattr(trial, "dataset"):
             continue

@@ -15,7 +15,7 @@ def results() -> list[Result]:
 
 
 def alpha() -> Result:
-    """Curves with a slider; two metrics along one alpha, and series that were measured at different alphas."""
+    """Two metrics by alpha, and series that were measured at different alphas."""
     wide = [70.0 + 4 * math.exp(-((a - 0.05) ** 2) / 0.004) for a in ALPHAS]
     narrow = [66.0 + 2 * math.exp(-((a - 0.02) ** 2) / 0.002) for a in ALPHAS]
     return Result(
@@ -41,7 +41,6 @@ def alpha() -> Result:
                     Series("narrow", ALPHAS[::2], narrow[::2]),
                 ],
                 log_x=True,
-                slider=True,
             ),
             Figure(
                 "Loss by alpha",
@@ -50,12 +49,11 @@ def alpha() -> Result:
                 [Series("wide", ALPHAS, [1.4 - y / 100 for y in wide])],
                 levels={"as published": 0.68},
                 log_x=True,
-                slider=True,
             ),
         ],
         verdicts=[
-            Verdict("A small alpha above 0 is best.", Outcome.SEEN, "+3.6 [3.1, 4.1], P = 0.004, n = 3"),
-            Verdict("The best alpha differs between metrics.", Outcome.UNDERPOWERED, "0.03 and 0.03"),
+            Verdict("A small alpha above 0 is best.", Outcome.REPLICATED, "+3.6 [3.1, 4.1], P = 0.004, n = 3"),
+            Verdict("The best alpha differs between metrics.", Outcome.INCONCLUSIVE, "0.03 and 0.03"),
         ],
         rows=rows("alpha", 3),
         notes="The network is as trained; only inference changes.\n\nA second paragraph, with <angles> & signs.",
@@ -87,7 +85,7 @@ def ghost_size() -> Result:
                 levels={"batch norm": 39.6},
             )
         ],
-        verdicts=[Verdict("Accuracy has one peak in the ghost size.", Outcome.SEEN, "peak at 8, n = 2")],
+        verdicts=[Verdict("Accuracy has one peak in the ghost size.", Outcome.REPLICATED, "peak at 8, n = 2")],
         rows=rows("ghost", 2),
     )
 
@@ -115,7 +113,7 @@ def decay() -> Result:
             ),
             Figure("Gain by decay", "decay", "points", [Series("gain", names, (0.0, 0.3, -0.13))], kind="bar"),
         ],
-        verdicts=[Verdict("Decay does not help Inception.", Outcome.CONTRADICTED, "-0.1 [-0.5, 0.3], n = 10")],
+        verdicts=[Verdict("Decay does not help Inception.", Outcome.OPPOSITE, "-0.1 [-0.5, 0.3], n = 10")],
         rows=[],
     )
 

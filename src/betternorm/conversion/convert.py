@@ -1,18 +1,19 @@
-"""Swapping the normalisation layers of a model, in place, and back.
+"""Replacing the norm layers of a model in place, and undoing it.
 
-A converted layer shares the dictionaries of parameters, buffers, children and hooks with the layer it replaces. So an
-optimizer that holds the parameters, a handle that removes a hook, and whatever moves the model to another device all
-stay right, and `revert` only has to put the old layer back.
+A converted layer is the same object with another class. Parents, lists, closures, hooks and optimizers that refer to it
+stay valid.
 """
 
 from __future__ import annotations
 
 import fnmatch
+import functools
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from types import FunctionType, MethodType
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import nn
@@ -20,6 +21,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from betternorm import third_party
+from betternorm.backends.distributed import ProcessGroup
 from betternorm.display.tables import table
 from betternorm.layers import BatchGroupNorm, BatchRenorm, FrozenBatchNorm, GhostBatchNorm, GroupedBatchNorm
 from betternorm.layers.checks import channels_in_group
@@ -32,7 +35,7 @@ def _default(layer: type[nn.Module], option: str) -> Any:
     return inspect.signature(layer).parameters[option].default
 
 
-GROUPS = 32  # Group Norm's own default
+GROUPS = 32  # the default of the Group Norm paper
 # The other defaults are those of the layers themselves.
 GHOST_SIZE: int = _default(GhostBatchNorm, "ghost_size")
 EXAMPLES_PER_GROUP: int = _default(BatchGroupNorm, "examples_per_group")
@@ -40,7 +43,7 @@ RENORM_SCHEDULE: dict[str, float] = {
     option: _default(BatchRenorm, option) for option in ("r_max", "d_max", "warmup_steps", "r_steps", "d_steps")
 }
 
-# What each conversion can be told.
+# The options of each conversion.
 OPTIONS: dict[str, tuple[str, ...]] = {
     "weighed": (),
     "ghost": ("ghost_size",),
@@ -50,44 +53,115 @@ OPTIONS: dict[str, tuple[str, ...]] = {
 }
 
 
+@overload
+def convert(
+    model: M,
+    to: Literal["weighed"],
+    *,
+    where: Where | None = ...,
+    process_group: ProcessGroup | None = ...,
+    verbose: bool = ...,
+) -> M: ...
+@overload
+def convert(
+    model: M,
+    to: Literal["ghost"],
+    *,
+    where: Where | None = ...,
+    process_group: ProcessGroup | None = ...,
+    verbose: bool = ...,
+    ghost_size: int = ...,
+) -> M: ...
+@overload
+def convert(
+    model: M,
+    to: Literal["batch_group"],
+    *,
+    where: Where | None = ...,
+    process_group: ProcessGroup | None = ...,
+    verbose: bool = ...,
+    num_groups: int = ...,
+    examples_per_group: int | None = ...,
+) -> M: ...
+@overload
+def convert(
+    model: M,
+    to: Literal["group"],
+    *,
+    where: Where | None = ...,
+    process_group: ProcessGroup | None = ...,
+    verbose: bool = ...,
+    num_groups: int = ...,
+) -> M: ...
+@overload
+def convert(
+    model: M,
+    to: Literal["renorm"],
+    *,
+    where: Where | None = ...,
+    process_group: ProcessGroup | None = ...,
+    verbose: bool = ...,
+    r_max: float = ...,
+    d_max: float = ...,
+    warmup_steps: int = ...,
+    r_steps: int = ...,
+    d_steps: int = ...,
+) -> M: ...
+@overload
+def convert(model: M, to: str, **options: Any) -> M: ...
 def convert(
     model: M,
     to: str,
     *,
     where: Where | None = None,
-    process_group: Any = None,
+    process_group: ProcessGroup | None = None,
     verbose: bool = False,
     **options: Any,
 ) -> M:
-    """Swap the normalisation layers of ``model`` for another kind, in place.
+    """Replace the norm layers of ``model`` by another kind, in place.
 
     ===============  =================================================  ==========================================
-    ``to``           becomes                                            options (default)
+    ``to``           new layer                                          options (default)
     ===============  =================================================  ==========================================
     ``weighed``      the same in training, with ``alpha`` at inference  none
     ``ghost``        :class:`~betternorm.GhostBatchNorm`                ``ghost_size`` (16)
     ``batch_group``  :class:`~betternorm.BatchGroupNorm`                ``num_groups`` (32), ``examples_per_group`` (2)
-    ``group``        Group Norm that keeps moving averages, alpha = 1   ``num_groups`` (32)
+    ``group``        Group Norm with moving averages, alpha = 1         ``num_groups`` (32)
     ``renorm``       :class:`~betternorm.BatchRenorm`                   ``r_max``, ``d_max`` and its schedule
     ===============  =================================================  ==========================================
 
-    Understood are torch's BatchNorm1d/2d/3d, SyncBatchNorm (statistics go on to reach across processes), timm's
-    BatchNormAct2d and its kin (the activation stays), and the layers of this package. "weighed" and "batch_group" take
-    GroupNorm too, and "weighed" InstanceNorm and torchvision's FrozenBatchNorm2d. GroupNorm and InstanceNorm have no
-    moving averages: "weighed" gives them alpha = 1, which is what they did before; `betternorm.calibrate` collects the
-    averages that any other alpha needs. "weighed" leaves layers of this package as they are: they have an alpha. The
-    others change what is trained, so they set alpha back: to 1 for "group", to 0 for the rest.
+    Supported are torch's BatchNorm1d/2d/3d, SyncBatchNorm (statistics stay synchronized), timm's BatchNormAct2d and its
+    variants (the activation is kept), and the layers of this package. "weighed" and "batch_group" also convert
+    GroupNorm, and "weighed" InstanceNorm and torchvision's FrozenBatchNorm2d. GroupNorm and InstanceNorm have no moving
+    averages: "weighed" sets their alpha to 1, which leaves the output unchanged, and `betternorm.calibrate` collects
+    the averages that other alphas need. "weighed" does not change layers of this package, which have an alpha already.
+    The other conversions change training, so they reset alpha: to 1 for "group", to 0 otherwise.
 
-    Parameters, buffers, hooks, mode, device and dtype are kept, and so are the keys of the ``state_dict``.
+    Every layer stays the same object and only its class changes, as with ``torch.nn.utils.parametrize``. References to
+    it from lists, closures, hooks and optimizers stay valid, and parameters, buffers, mode, device, dtype and
+    ``state_dict`` keys are kept.
 
     Args:
-        where: which layers: a predicate of name and module, or patterns for names (``"layer3.*"``); a pattern that
-            begins with ``!`` leaves layers out (``"!bn1"`` leaves the stem alone).
-        process_group: makes statistics reach across its processes; ``"world"`` stands for all.
-        verbose: print a table of what was changed and what was left.
+        model: the model, or a norm layer.
+        to: the kind of layer, see the table.
+        where: which layers to convert: a predicate of name and module, or name patterns (``"layer3.*"``). Patterns that
+            begin with ``!`` exclude layers (``"!bn1"`` keeps the stem).
+        process_group: compute statistics over the processes of this group; ``"world"`` for all processes.
+        verbose: print a table of converted and skipped layers.
+        **options: see the table.
 
     Returns:
-        ``model``, or the new layer where ``model`` is itself a normalisation layer.
+        ``model``.
+
+    Raises:
+        ValueError: if a layer cannot be converted correctly and you can fix it: the model is wrapped for distributed
+            training, a layer has no shape yet, a layer was sharded by ``fully_shard``, or a bound method of a layer is
+            stored somewhere (``self.norm_fn = self.bn.forward``) and would keep running the original code.
+
+    Warns:
+        UserWarning: for layers that are skipped, with the reason: subclasses that override methods, instances with a
+            replaced ``forward``, layers without moving averages. Also if there is nothing to convert, and for norm
+            layers that a module keeps in a plain list or dict only, where ``model.modules()`` does not find them.
 
     Examples::
 
@@ -104,59 +178,80 @@ def convert(
         if option not in OPTIONS[to]:
             known = ", ".join(OPTIONS[to]) or "no options"
             raise TypeError(f"convert(..., {to!r}) has no option {option!r}; it takes {known}")
-    _refuse_wrapped(model)
-    wanted = _selector(where)
-    planned: dict[nn.Module, GroupedBatchNorm] = {}
-    left: list[Change] = []
+    third_party.check_not_wrapped(model)
+    selected = _selector(where)
+    templates: dict[nn.Module, GroupedBatchNorm] = {}
+    skipped: list[Change] = []
     already = False
-    # All are built before anything is touched: an error leaves the model as it was.
+    # All templates are built before anything is changed: an error leaves the model as it was.
     for name, module in model.named_modules():
         if isinstance(module, GroupedBatchNorm) and to == "weighed":
             already = True
-        elif _is_norm(module, to) and wanted(name, module):
+        elif _is_norm(module, to) and selected(name, module):
             reason = _cannot_convert(name, module, to)
             if reason is None:
-                planned[module] = _new_layer(name, module, to, options, process_group)
+                templates[module] = _template(name, module, to, options, process_group)
             else:
-                left.append(Change(name, _describe(module), "", reason))
-    if left:
-        reasons = "; ".join(f"{_called(change.name)} ({change.reason})" for change in left)
-        warnings.warn(f"left as they were: {reasons}", stacklevel=2)
-    elif not planned and not already:
+                skipped.append(Change(name, _describe(module), "", reason))
+    _check_stored_methods(model, {module: type(template) for module, template in templates.items()})
+    _warn_of_unregistered(model, to)
+    if skipped:
+        reasons = "; ".join(f"{_called(change.name)} ({change.reason})" for change in skipped)
+        warnings.warn(f"not converted: {reasons}", stacklevel=2)
+    elif not templates and not already:
         chosen = "" if where is None else f" among the layers that where={where!r} selects"
         warnings.warn(f"nothing to convert to {to!r}{chosen}", stacklevel=2)
-    for module, layer in planned.items():
-        _take_over(layer, module)
-        alone = to == "group" or (to == "weighed" and _uses_example_at_inference(module))
-        layer.alpha = layer._alpha_if_absent = 1.0 if alone else 0.0
-    model = _swap(model, planned)
+    for module, template in templates.items():
+        _become(module, template)
     if verbose:
-        print(Changes([*changes(model), *left]))
+        print(Changes([*changes(model), *skipped]))
     return model
 
 
 def revert(model: M) -> M:
-    """Undo every `convert` of ``model``, in place: the original layers, with parameters and averages as they are now.
+    """Undo every `convert` of ``model``, in place.
 
-    Alphas are dropped, and moving averages where the original layer had none. Layers that were built as they are, and
-    not converted, stay.
+    Layers get their original class back and keep their parameters and moving averages. Alphas are dropped, and so are
+    moving averages that the original layer did not have. Layers of this package that were not converted stay.
+
+    Args:
+        model: the model, or a converted layer.
+
+    Returns:
+        ``model``.
     """
-    _refuse_wrapped(model)
-    converted = {name: module for name, module in model.named_modules() if "_origin" in module.__dict__}
-    for name, module in converted.items():
-        if torch.nn.utils.parametrize.is_parametrized(module):
-            raise ValueError(
-                f"{_called(name)} was parametrised after its conversion, and the original layer would lose that; "
-                "remove the parametrisation first (torch.nn.utils.parametrize.remove_parametrizations)"
-            )
+    third_party.check_not_wrapped(model)
+    records = {name: (module, _record(module)) for name, module in model.named_modules()}
+    converted = {name: (module, record) for name, (module, record) in records.items() if record is not None}
     if not converted:
         warnings.warn("nothing to revert: no layer of this model was converted", stacklevel=2)
-    return _swap(model, {module: _restored(module) for module in converted.values()})
+    for name, (module, record) in converted.items():
+        if type(module) is not record.converted:
+            raise ValueError(
+                f"{_called(name)} was parametrized, sharded or otherwise changed after its conversion (its class is "
+                f"now {type(module).__name__}), and reverting it would undo that; remove the parametrization "
+                "(torch.nn.utils.parametrize.remove_parametrizations) or the wrapper first"
+            )
+    _check_stored_methods(model, {module: record.kind for module, record in converted.values()})
+    for module, record in converted.values():
+        assert isinstance(module, GroupedBatchNorm)
+        module.alpha = 0.0
+        if not issubclass(record.kind, GroupedBatchNorm):
+            module._buffers.pop("_no_alpha")
+            module._non_persistent_buffers_set.discard("_no_alpha")
+        for name, was_there in record.buffers.items():
+            module._buffers[name] = None
+            if not was_there:
+                del module._buffers[name]
+        _restore_attributes(module, record)
+        del module.__dict__["_original"]
+        module.__class__ = record.kind  # type: ignore[assignment]
+    return model
 
 
 @dataclass(frozen=True)
 class Change:
-    """One layer: what it was, what it is, and why it was left where it was."""
+    """One layer: what it was, what it is now, and why it was skipped."""
 
     name: str
     was: str
@@ -165,7 +260,7 @@ class Change:
 
 
 class Changes(list[Change]):
-    """Prints as a table."""
+    """A list that prints as a table."""
 
     def __str__(self) -> str:
         rows = [(c.name or "(itself)", c.was, c.now or f"unchanged: {c.reason}") for c in self]
@@ -173,26 +268,12 @@ class Changes(list[Change]):
 
 
 def changes(model: nn.Module) -> Changes:
-    """The layers of ``model`` that were converted, as a list that prints as a table."""
-    return Changes(
-        Change(name, _describe(_origin(module)), _describe(module))
-        for name, module in model.named_modules()
-        if "_origin" in module.__dict__
-    )
+    """The converted layers of ``model``, as a list that prints as a table."""
+    records = ((name, module, _record(module)) for name, module in model.named_modules())
+    return Changes(Change(name, record.was, _describe(module)) for name, module, record in records if record)
 
 
-# ---- what can be converted ----
-
-# The forward passes that the new layers stand in for. A subclass with another one does something we do not know.
-_KNOWN_FORWARDS = {
-    _BatchNorm.forward,
-    nn.SyncBatchNorm.forward,
-    nn.GroupNorm.forward,
-    _InstanceNorm.forward,
-    GroupedBatchNorm.forward,
-}
-# timm's layers, whose dropout and activation are children that run after the normalisation.
-_KNOWN_TIMM = {"BatchNormAct2d", "SyncBatchNormAct", "GroupNorm", "GroupNorm1", "GroupNormAct", "GroupNorm1Act"}
+# ---- which layers can be converted ----
 
 
 def _is_norm(module: nn.Module, to: str) -> bool:
@@ -201,43 +282,28 @@ def _is_norm(module: nn.Module, to: str) -> bool:
         kinds += (nn.GroupNorm,)
     if to == "weighed":
         kinds += (_InstanceNorm,)
-    return isinstance(module, kinds) or is_frozen(module)
-
-
-def is_frozen(module: nn.Module) -> bool:
-    """torchvision's FrozenBatchNorm2d and timm's FrozenBatchNormAct2d, without importing either."""
-    return type(module).__name__ in ("FrozenBatchNorm2d", "FrozenBatchNormAct2d") and hasattr(module, "running_var")
+    return isinstance(module, kinds) or third_party.is_frozen(module)
 
 
 def _cannot_convert(name: str, module: nn.Module, to: str) -> str | None:
-    """Why this layer has to stay as it is. What the user can mend at once is an error instead."""
+    """Why this layer is skipped. What the user can fix at once is an error instead."""
     if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
         raise ValueError(
             f"{_called(name)} is a {type(module).__name__} whose size is not known yet; "
             "run one batch through the model before converting it"
         )
-    if is_frozen(_origin(module)):
+    if third_party.is_fully_sharded(module):
+        raise ValueError(
+            f"{_called(name)} is a {type(module).__name__}: fully_shard has changed its class; "
+            "convert the model before calling fully_shard"
+        )
+    if third_party.is_frozen(module) or isinstance(module, FrozenBatchNorm):
         return None if to == "weighed" else 'its statistics are frozen; only "weighed" applies'
     if torch.nn.utils.parametrize.is_parametrized(module):
-        return "its parameters are parametrised; remove the parametrisation first"
-    timm = type(module).__module__.startswith("timm.layers") and type(module).__name__ in _KNOWN_TIMM
-    if not timm and type(module).forward not in _KNOWN_FORWARDS:
-        return f"its class {type(module).__name__} has a forward pass of its own"
+        return "its parameters are parametrized; remove the parametrization first"
     if isinstance(module, _BatchNorm) and module.running_mean is None:
-        return "it keeps no moving averages (track_running_stats=False) and normalises by the batch at inference"
-    return None
-
-
-def _refuse_wrapped(model: nn.Module) -> None:
-    for module in model.modules():
-        kind = type(module).__name__
-        if kind in ("DistributedDataParallel", "FullyShardedDataParallel"):
-            raise ValueError(
-                f"the model is wrapped in {kind}, which has registered its layers' buffers and hooks; "
-                "convert the model first and wrap it then (the inner model is .module)"
-            )
-        if isinstance(module, torch.jit.ScriptModule):
-            raise ValueError("a TorchScript model cannot be changed; convert it before scripting or tracing")
+        return "it keeps no moving averages (track_running_stats=False) and uses batch statistics at inference"
+    return third_party.own_behavior(module, third_party.TIMM_NORMS)
 
 
 def _selector(where: Where | None) -> Callable[[str, nn.Module], bool]:
@@ -246,47 +312,162 @@ def _selector(where: Where | None) -> Callable[[str, nn.Module], bool]:
     if callable(where):
         return where
     patterns = [where] if isinstance(where, str) else list(where)
-    out = [pattern[1:] for pattern in patterns if pattern.startswith("!")]
-    into = [pattern for pattern in patterns if not pattern.startswith("!")] or ["*"]
+    excluded = [pattern[1:] for pattern in patterns if pattern.startswith("!")]
+    included = [pattern for pattern in patterns if not pattern.startswith("!")] or ["*"]
 
-    def chosen(name: str, module: nn.Module) -> bool:
-        return any(fnmatch.fnmatchcase(name, p) for p in into) and not any(fnmatch.fnmatchcase(name, p) for p in out)
+    def selected(name: str, module: nn.Module) -> bool:
+        return _matches(name, included) and not _matches(name, excluded)
 
-    return chosen
-
-
-# ---- the new layer ----
+    return selected
 
 
-def _new_layer(name: str, module: nn.Module, to: str, options: dict[str, Any], process_group: Any) -> GroupedBatchNorm:
-    """The layer that takes the place of ``module``, with nothing of its own yet but its settings."""
-    origin: Any = _origin(module)
+def _matches(name: str, patterns: list[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+# ---- references that torch does not see ----
+
+
+def _check_stored_methods(model: nn.Module, new_classes: Mapping[nn.Module, type[nn.Module]]) -> None:
+    """Reject bound methods that would keep running the code of the class before the change."""
+    for place, value in _stored_objects(model):
+        if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module) and value.__self__ in new_classes:
+            new, method = new_classes[value.__self__], value.__func__.__name__
+            if getattr(new, method, None) is not value.__func__:
+                raise ValueError(
+                    f"{place!r} stores the bound method {method!r} of a {type(value.__self__).__name__}, which would "
+                    f"keep running the code of that class after the layer becomes {new.__name__}; store the layer and "
+                    "call it instead"
+                )
+
+
+def _warn_of_unregistered(model: nn.Module, to: str) -> None:
+    registered = set(model.modules())
+    places = {
+        place: None
+        for place, value in _stored_objects(model)
+        if isinstance(value, nn.Module) and value not in registered
+        for module in value.modules()
+        if module not in registered and _is_norm(module, to) and not isinstance(module, GroupedBatchNorm)
+    }
+    if places:
+        warnings.warn(
+            f"not converted: norm layers stored in {', '.join(map(repr, places))}, which model.modules() does not "
+            "list; keep them in attributes or in an nn.ModuleList",
+            stacklevel=3,
+        )
+
+
+def _stored_objects(model: nn.Module) -> Iterator[tuple[str, object]]:
+    """What modules store outside of their parameters, buffers and children: in attributes, containers and closures."""
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        for attribute, stored in module.__dict__.items():
+            if attribute in ("_parameters", "_buffers", "_modules", "_original", "_origin"):
+                continue
+            waiting = [stored]
+            while waiting:
+                value = waiting.pop()
+                if id(value) in seen:
+                    continue
+                seen.add(id(value))
+                yield (f"{name}.{attribute}" if name else attribute), value
+                if isinstance(value, Mapping):
+                    waiting.extend(value.values())
+                elif isinstance(value, (list, tuple, set, frozenset)):
+                    waiting.extend(value)
+                elif isinstance(value, functools.partial):
+                    waiting.extend((value.func, *value.args, *value.keywords.values()))
+                elif isinstance(value, FunctionType):
+                    waiting.extend(value.__defaults__ or ())
+                    waiting.extend(c.cell_contents for c in value.__closure__ or () if not _is_empty(c))
+
+
+def _is_empty(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return True
+    return False
+
+
+# ---- changing a layer ----
+
+
+@dataclass(frozen=True)
+class _Original:
+    """What `revert` needs, stored in the converted layer as ``_original``."""
+
+    kind: type[nn.Module]
+    was: str
+    converted: type[nn.Module]
+    attributes: dict[str, Any]  # those of the original that conversion replaced
+    added: tuple[str, ...]  # attributes that the original does not have
+    buffers: dict[str, bool]  # moving averages that the original lacks: whether it has them as None
+
+
+def _record(module: nn.Module) -> _Original | None:
+    old = module.__dict__.pop("_origin", None)
+    if old is not None:  # pickled by version 0.1, where the original layer was another object
+        own = {name: value for name, value in old.__dict__.items() if name not in _MODULE_STATE}
+        module.__dict__["_original"] = _Original(
+            type(old),
+            _describe(old),
+            type(module),
+            {name: value for name, value in own.items() if name not in _shared_attributes(type(old))},
+            tuple(module.__dict__.keys() - own.keys() - _MODULE_STATE - {"weight", "bias"}),
+            {name: there for name, there in module.__dict__.pop("_added_buffers").items() if name in _AVERAGES},
+        )
+    record: _Original | None = module.__dict__.get("_original")
+    return record
+
+
+def _template(
+    name: str, module: nn.Module, to: str, options: dict[str, Any], process_group: ProcessGroup | None
+) -> GroupedBatchNorm:
+    """A layer without tensors, whose class and attributes ``module`` is to get."""
+    record = _record(module)
+    kind = record.kind if record else type(module)
     if process_group is None:
-        synchronised = isinstance(module, nn.SyncBatchNorm)
-        process_group = module.__dict__.get("process_group") or ("world" if synchronised else None)
-    channels = _channels(module)
+        synchronized = isinstance(module, nn.SyncBatchNorm)
+        process_group = module.__dict__.get("process_group") or ("world" if synchronized else None)
     shared: dict[str, Any] = {
         "eps": module.eps,
         "momentum": module.__dict__.get("momentum", _default(GroupedBatchNorm, "momentum")),
         "affine": module.weight is not None,
         "process_group": process_group,
-        "device": "meta",  # tensors come from the original
+        "device": "meta",
     }
-    groups = options.get("num_groups", origin.num_groups if isinstance(origin, nn.GroupNorm) else GROUPS)
+    channels = _channels(module)
+    groups_before = record.attributes if record else module.__dict__
+    groups = options.get("num_groups", groups_before.get("num_groups", GROUPS))
+    template: GroupedBatchNorm
     try:
         if to == "ghost":
-            return GhostBatchNorm(channels, **options, **shared)
-        if to == "renorm":
-            return BatchRenorm(channels, **options, **shared)
-        if to == "batch_group":
-            examples = options.get("examples_per_group", EXAMPLES_PER_GROUP)
-            return BatchGroupNorm(groups, channels, examples, **shared)
-        if to == "group" or isinstance(origin, nn.GroupNorm):
-            return GroupedBatchNorm(channels, channels_in_group(groups, channels), 1, **shared)
-        kind = FrozenBatchNorm if is_frozen(origin) else GroupedBatchNorm
-        return kind(channels, 1, 1 if isinstance(origin, _InstanceNorm) else None, **shared)
+            template = GhostBatchNorm(channels, **options, **shared)
+        elif to == "renorm":
+            template = BatchRenorm(channels, **options, **shared)
+        elif to == "batch_group":
+            template = BatchGroupNorm(groups, channels, options.get("examples_per_group", EXAMPLES_PER_GROUP), **shared)
+        elif to == "group" or issubclass(kind, nn.GroupNorm):
+            template = GroupedBatchNorm(channels, channels_in_group(groups, channels), 1, **shared)
+        elif third_party.is_frozen(module):
+            template = FrozenBatchNorm(channels, **shared)
+        else:
+            template = GroupedBatchNorm(channels, 1, 1 if issubclass(kind, _InstanceNorm) else None, **shared)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{_called(name)}: {error}") from None
+    template._ranks, template._unbatched_rank = (
+        (module._ranks, module._unbatched_rank) if isinstance(module, GroupedBatchNorm) else _ranks_of_input(module)
+    )
+    if third_party.is_from_timm(kind, (*third_party.TIMM_NORMS, *third_party.FROZEN_NORMS)):
+        template._then = tuple(name for name in ("drop", "act") if name in module._modules)
+    template.track_running_stats = not third_party.is_frozen(module)
+    uses_example = isinstance(module, nn.GroupNorm) or (
+        isinstance(module, _InstanceNorm) and not module.track_running_stats
+    )
+    template._alpha_if_absent = float(to == "group" or (to == "weighed" and uses_example))
+    return template
 
 
 def _channels(module: nn.Module) -> int:
@@ -294,82 +475,65 @@ def _channels(module: nn.Module) -> int:
     return channels or int(module._buffers["running_mean"].numel())  # type: ignore[union-attr]
 
 
-_MODULE_STATE = frozenset(nn.Module().__dict__)  # parameters, buffers, children, hooks, mode
-
-
-def _take_over(layer: GroupedBatchNorm, module: nn.Module) -> None:
-    """Let ``layer`` share all that ``module`` holds, and complete it with the buffers that ``module`` lacks."""
-    origin = _origin(module)
-    settings = {name: value for name, value in layer.__dict__.items() if name not in _MODULE_STATE}
-    layer.__dict__.update(module.__dict__)
-    layer.__dict__.update(settings)
-    layer.__dict__["_origin"] = origin  # past nn.Module.__setattr__, which would make it a child
-    if isinstance(layer, FrozenBatchNorm):
-        layer.training = False
-    layer._ranks, layer._unbatched_rank = _ranks_of_input(origin)
-    of_timm = type(origin).__module__.startswith("timm.layers")
-    layer._then = tuple(name for name in ("drop", "act") if of_timm and name in origin._modules)
-    layer.track_running_stats = not is_frozen(origin) and (
-        not isinstance(module, _BatchNorm) or module.track_running_stats
-    )
-    lacking = {name for name in _BUFFERS if module._buffers.get(name) is None}
-    layer.__dict__.setdefault(
-        "_added_buffers", {name: name in module._buffers for name in (*lacking, "alpha", "_no_alpha")}
-    )
-    if "running_mean" in lacking:
-        like = layer.weight if layer.weight is not None else torch.empty(0)
-        layer._buffers["running_mean"] = like.new_zeros(layer.num_features)
-        layer._buffers["running_var"] = like.new_ones(layer.num_features)
-        layer._buffers["num_batches_tracked"] = torch.tensor(0, device=like.device)
-    layer._buffers.setdefault("num_batches_tracked", None)
-
-
-_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
-
-
-def _ranks_of_input(origin: nn.Module) -> tuple[tuple[int, ...] | None, int | None]:
-    """The ranks that the original layer takes (None is any), and the one that is an example without a batch to it."""
-    if isinstance(origin, _InstanceNorm):
-        unbatched = int(origin._get_no_batch_dim())
+def _ranks_of_input(module: nn.Module) -> tuple[tuple[int, ...] | None, int | None]:
+    """The input ranks that a layer accepts (None means any), and the rank of an unbatched input."""
+    if isinstance(module, _InstanceNorm):
+        unbatched = int(module._get_no_batch_dim())
         return (unbatched + 1,), unbatched
-    known: dict[type[nn.Module], tuple[int, ...]] = {nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,)}
-    if isinstance(origin, GroupedBatchNorm):
-        return None, None
-    return next((ranks for kind, ranks in known.items() if isinstance(origin, kind)), None), None
+    for kind, ranks in ((nn.BatchNorm1d, (2, 3)), (nn.BatchNorm2d, (4,)), (nn.BatchNorm3d, (5,))):
+        if isinstance(module, kind) and type(module)._check_input_dim is kind._check_input_dim:
+            return ranks, None
+    return None, None
 
 
-def _uses_example_at_inference(module: nn.Module) -> bool:
-    return isinstance(module, nn.GroupNorm) or (isinstance(module, _InstanceNorm) and not module.track_running_stats)
+_MODULE_STATE = frozenset(nn.Module().__dict__)  # parameters, buffers, children, hooks, mode
+_AVERAGES = ("running_mean", "running_var", "num_batches_tracked")
 
 
-def _restored(layer: nn.Module) -> nn.Module:
-    origin = _origin(layer)
-    for name, was_there in layer.__dict__["_added_buffers"].items():  # the dictionary is the origin's too
-        if was_there:
-            layer._buffers[name] = None
-        else:
-            layer._buffers.pop(name, None)
-        layer._non_persistent_buffers_set.discard(name)
-    if isinstance(origin, GroupedBatchNorm):
-        origin.alpha = 0.0
-    kept = {"training", "eps", "momentum"} | ({"track_running_stats"} if isinstance(origin, _BatchNorm) else set())
-    pruned = {"weight", "bias"} & layer.__dict__.keys()  # torch.nn.utils.prune makes a plain tensor of a parameter
-    for name in (kept & origin.__dict__.keys()) | pruned:
-        origin.__dict__[name] = layer.__dict__[name]
-    return origin
+def _shared_attributes(kind: type[nn.Module]) -> set[str]:
+    """Attributes that mean the same before and after a conversion, so that changes of them last."""
+    return {"eps", "momentum", *(["track_running_stats"] if issubclass(kind, _BatchNorm) else [])}
 
 
-def _origin(module: nn.Module) -> nn.Module:
-    origin: nn.Module = module.__dict__.get("_origin", module)
-    return origin
+def _become(module: nn.Module, template: GroupedBatchNorm) -> None:
+    """Give ``module`` the class and the attributes of ``template``, and the buffers that it lacks."""
+    record = _record(module)
+    kind, was = (record.kind, record.was) if record else (type(module), _describe(module))
+    lacking = {name: name in module._buffers for name in _AVERAGES if module._buffers.get(name) is None}
+    if record:
+        _restore_attributes(module, record)
+    own = module.__dict__
+    keep = _shared_attributes(kind) & own.keys()
+    attributes = {n: value for n, value in template.__dict__.items() if n not in _MODULE_STATE and n not in keep}
+    own["_original"] = _Original(
+        kind,
+        was,
+        type(template),
+        {name: own[name] for name in attributes if name in own},
+        tuple(name for name in attributes if name not in own),
+        record.buffers if record else lacking,
+    )
+    own.update(attributes)
+    module.__class__ = type(template)
+    assert isinstance(module, GroupedBatchNorm)
+    if "running_mean" in lacking:
+        like = module.weight if module.weight is not None else torch.empty(0)
+        module._buffers["running_mean"] = like.new_zeros(module.num_features)
+        module._buffers["running_var"] = like.new_ones(module.num_features)
+        module._buffers["num_batches_tracked"] = torch.tensor(0, device=like.device)
+    module._buffers.setdefault("num_batches_tracked", None)
+    if isinstance(module, FrozenBatchNorm):
+        module.training = False
+    module.alpha = module._alpha_if_absent
 
 
-def _swap(model: M, replacements: Mapping[nn.Module, nn.Module]) -> M:
-    for parent in list(model.modules()):
-        for name, child in parent._modules.items():
-            if child is not None and child in replacements:
-                parent._modules[name] = replacements[child]
-    return replacements.get(model, model)  # type: ignore[return-value]
+def _restore_attributes(module: nn.Module, record: _Original) -> None:
+    for name in record.added:
+        module.__dict__.pop(name, None)
+    module.__dict__.update(record.attributes)
+
+
+# ---- messages ----
 
 
 def _called(name: str) -> str:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Mapping
-
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+
+from betternorm.third_party import OTHER_NORMS, imported_classes
 
 
 def norm_layers(model: nn.Module, norm_types: tuple[type[nn.Module], ...] = ()) -> dict[str, nn.Module]:
@@ -32,40 +31,5 @@ def gammas_and_betas(layer: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
     return owned("weight"), owned("bias")
 
 
-# Those of timm that are not subclasses of torch's.
-_TIMM_NORMS = {
-    "timm.layers.norm": (
-        "RmsNorm",
-        "RmsNormFp32",
-        "RmsNorm2d",
-        "RmsNorm2dFp32",
-        "SimpleNorm",
-        "SimpleNormFp32",
-        "SimpleNorm2d",
-        "SimpleNorm2dFp32",
-    ),
-    "timm.layers.evo_norm": (
-        "EvoNorm2dB0",
-        "EvoNorm2dB1",
-        "EvoNorm2dB2",
-        "EvoNorm2dS0",
-        "EvoNorm2dS1",
-        "EvoNorm2dS2",
-    ),
-    "timm.layers.filter_response_norm": ("FilterResponseNormTlu2d", "FilterResponseNormAct2d"),
-}
-
-
 def known_norm_types() -> tuple[type[nn.Module], ...]:
-    return (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, *imported_classes(_TIMM_NORMS))
-
-
-def imported_classes(names: Mapping[str, Iterable[str]]) -> tuple[type[nn.Module], ...]:
-    """The classes of other libraries; one that nobody has imported has no layers in any model."""
-    return tuple(
-        getattr(sys.modules[module], name)
-        for module, classes in names.items()
-        if module in sys.modules
-        for name in classes
-        if hasattr(sys.modules[module], name)
-    )
+    return (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, *imported_classes(OTHER_NORMS))

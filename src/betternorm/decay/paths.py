@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.nn.modules.batchnorm import _NormBase
 
-from betternorm.decay.visit import Visit, input_tensors, tensors_in
+from betternorm.decay.visit import Visit
+from betternorm.example import input_tensors, tensors_in
 
 
 @dataclass

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import random
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,16 +10,16 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from betternorm.decay.norms import gammas_and_betas, imported_classes
+from betternorm import example
+from betternorm.decay.norms import gammas_and_betas
+from betternorm.third_party import RANDOM_DEPTH, imported_classes
 
 # Of a layer's eps while measuring: what eps keeps a normalisation from undoing, deep networks amplify.
 _EPS_LEFT = 1e-3
 
-_RANDOM_DEPTH = {
-    "timm.layers.drop": ("DropPath", "DropBlock2d"),
-    "torchvision.ops.stochastic_depth": ("StochasticDepth",),
-    "torchvision.ops.drop_block": ("DropBlock2d",),
-}
+# Layer scales are initialized with 1e-6 to 1e-4, and ReZero's with 0.
+_SMALL_SCALE = 1e-3
+_NOT_SCALES = ("bias", "beta", "token", "pos", "embed", "query")
 
 
 class Visit:
@@ -44,12 +40,11 @@ class Visit:
         self._gradients = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
         self._filled: list[tuple[nn.Parameter, Tensor]] = []
         self._eps: list[tuple[Any, float]] = []
-        self._devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
 
     def __enter__(self) -> Visit:
         self.model.train()
         for module in self.model.modules():
-            if isinstance(module, (_DropoutNd, *imported_classes(_RANDOM_DEPTH))):
+            if isinstance(module, (_DropoutNd, *imported_classes(RANDOM_DEPTH))):
                 module.training = False
         for parameter, _ in self._gradients:
             if parameter.is_floating_point():
@@ -71,25 +66,30 @@ class Visit:
     def run(self, example_input: Any, grad: bool = False) -> Any:
         """One forward pass; every one starts from the same buffers and the same random state."""
         self._restore_buffers()  # before and not after: autograd refuses buffers that changed since the pass
-        with torch.set_grad_enabled(grad), _same_randomness(self._devices), _without_compiled_graphs():
-            arguments, keywords = _arguments(example_input, grad)
-            return self.model(*arguments, **keywords)
+        return example.run(self.model, example_input, grad)
 
     def fill_zeros(self, layers: Mapping[str, nn.Module]) -> None:
-        """Give a value to each gamma and each matrix that is all zero, and so hides what lies behind it."""
+        """Give a value to gammas and matrices that are all zero, and to layer scales that are close to it.
+
+        They would hide what lies behind them, and training changes them.
+        """
         gammas = {gamma for layer in layers.values() for gamma in gammas_and_betas(layer)[0]}
+        scales = _layer_scales(self.model)
         with torch.no_grad():
             for parameter, _ in self._gradients:
-                hides = parameter in gammas or parameter.dim() >= 2
-                if not hides or not parameter.is_floating_point() or parameter.any():
+                if not parameter.is_floating_point() or parameter.numel() == 0:
                     continue
-                self._filled.append((parameter, parameter.clone()))
-                if parameter in gammas:
-                    parameter.fill_(1.0)
-                else:
+                largest = float(parameter.abs().max())
+                if (largest == 0 and parameter in gammas) or (largest <= _SMALL_SCALE and parameter in scales):
+                    value = torch.ones_like(parameter)
+                elif largest == 0 and parameter.dim() >= 2:
                     generator = torch.Generator().manual_seed(len(self._filled))
                     deviation = (parameter.numel() / parameter.shape[0]) ** -0.5
-                    parameter.copy_(deviation * torch.randn(parameter.shape, generator=generator))
+                    value = deviation * torch.randn(parameter.shape, generator=generator)
+                else:
+                    continue
+                self._filled.append((parameter, parameter.clone()))
+                parameter.copy_(value)
 
     def shrink_eps(self, layers: Mapping[str, nn.Module]) -> None:
         """Let normalisations undo what they would undo but for their eps."""
@@ -106,6 +106,21 @@ class Visit:
                 buffer.copy_(value)
 
 
+def _layer_scales(model: nn.Module) -> set[nn.Parameter]:
+    """Parameters that may scale a residual branch: ConvNeXt's layer scale, ReZero's alpha, SkipInit's gain.
+
+    They have no type of their own, so these are all vectors and scalars that a module outside of torch has and whose
+    name does not say that they are something else.
+    """
+    return {
+        parameter
+        for module in model.modules()
+        if not type(module).__module__.startswith("torch.nn.modules")
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.numel() == max(parameter.shape, default=1) and not any(word in name for word in _NOT_SCALES)
+    }
+
+
 def guess_input(model: nn.Module, batch_size: int = 4) -> Tensor:
     """A random batch that the model accepts: by timm's configuration, or by the first layer and usual image sizes."""
     if batch_size < 1:
@@ -114,12 +129,12 @@ def guess_input(model: nn.Module, batch_size: int = 4) -> Tensor:
     first = next((p for p in model.parameters()), torch.empty(0))
     with Visit(model) as visit:
         for shape in _plausible_shapes(model):
-            example = torch.randn(batch_size, *shape, generator=generator).to(first.device, first.dtype)
+            guess = torch.randn(batch_size, *shape, generator=generator).to(first.device, first.dtype)
             try:
-                visit.run(example)
+                visit.run(guess)
             except Exception:
                 continue
-            return example
+            return guess
     raise ValueError(
         f"no example input could be guessed for {type(model).__name__}: give one, such as "
         f"example_input=torch.randn({batch_size}, 3, 224, 224)"
@@ -138,60 +153,3 @@ def _plausible_shapes(model: nn.Module) -> list[tuple[int, ...]]:
         if isinstance(module, nn.Linear):
             return [(module.in_features,), (16, module.in_features)]
     return []
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """The floating-point tensors in whatever a model returns."""
-    if isinstance(value, Tensor):
-        return [value] if value.is_floating_point() else []
-    if isinstance(value, Mapping):
-        return [tensor for item in value.values() for tensor in tensors_in(item)]
-    if isinstance(value, (tuple, list)):
-        return [tensor for item in value for tensor in tensors_in(item)]
-    if dataclasses.is_dataclass(value):
-        return [tensor for item in vars(value).values() for tensor in tensors_in(item)]
-    return []
-
-
-def input_tensors(value: Any) -> list[Tensor]:
-    arguments, keywords = _arguments(value, grad=False)
-    return [item for item in (*arguments, *keywords.values()) if isinstance(item, Tensor)]
-
-
-def _arguments(example_input: Any, grad: bool) -> tuple[list[Any], dict[str, Any]]:
-    """Positional and keyword arguments, copied so that the caller's survive a model that works in place."""
-
-    def fresh(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        if grad and value.is_floating_point():
-            return value.detach().clone().requires_grad_().clone()  # not a leaf: may be changed in place
-        return value.detach().clone()
-
-    if isinstance(example_input, Mapping):
-        return [], {key: fresh(value) for key, value in example_input.items()}
-    if isinstance(example_input, (tuple, list)):
-        return [fresh(value) for value in example_input], {}
-    return [fresh(example_input)], {}
-
-
-def _without_compiled_graphs() -> contextlib.AbstractContextManager[None]:
-    """Compiled parts, such as torchvision's roi_align, give up what they saved after one backward pass."""
-    if not hasattr(torch.compiler, "set_stance"):  # torch before 2.6
-        return contextlib.nullcontext()
-    stance: contextlib.AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
-    return stance
-
-
-@contextlib.contextmanager
-def _same_randomness(devices: list[int]) -> Iterator[None]:
-    numpy = sys.modules.get("numpy")
-    python_state = random.getstate()
-    numpy_state = numpy.random.get_state() if numpy else None
-    try:
-        with torch.random.fork_rng(devices):
-            yield
-    finally:
-        random.setstate(python_state)
-        if numpy:
-            numpy.random.set_state(numpy_state)

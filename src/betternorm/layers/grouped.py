@@ -10,28 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from betternorm import functional
+from betternorm import functional, third_party
 from betternorm.backends import plain
 from betternorm.backends.distributed import ProcessGroup
 from betternorm.backends.routing import compiling, tracing
 from betternorm.layers.checks import alpha_text, check_group_size, checked_alphas, divisors_text
-
-# Functions of torch and of other libraries that put a layer of theirs in the place of a batch norm, or take it into the
-# convolution before it. They read its moving averages, and know nothing of alpha and groups.
-_REPLACERS = {
-    "convert_frozen_batchnorm": "detectron2's convert_frozen_batchnorm",
-    "convert_splitbn_model": "timm's convert_splitbn_model",
-    "convert_sync_batchnorm": "SyncBatchNorm.convert_sync_batchnorm",
-    "freeze_batch_norm_2d": "timm's freeze_batch_norm_2d",
-    "fuse_conv_and_bn": "fuse_conv_and_bn",
-    "fuse_conv_bn_eval": "torch's fuse_conv_bn_eval",
-    "fuse_linear_bn_eval": "torch's fuse_linear_bn_eval",
-}
-# What these make trains in another way, whatever the alpha.
-_REPLACERS_FOR_TRAINING = {
-    "convert_sync_batchnorm": 'for statistics across processes call convert(model, ..., process_group="world")',
-    "convert_splitbn_model": "split the original layers, before converting the rest",
-}
 
 
 class GroupedBatchNorm(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
@@ -196,34 +179,28 @@ class GroupedBatchNorm(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
 
     @property
     def running_mean(self) -> Tensor:  # type: ignore[override]
-        """The moving average of the mean. Those who read it to replace the layer by one that does less are stopped."""
+        """The moving average of the mean.
+
+        Functions that read it to replace the layer by one that does less get an error, see
+        :func:`betternorm.third_party.check_reader`.
+        """
         if not compiling():
-            caller = sys._getframe(1).f_code.co_name
-            if caller in _REPLACERS:
-                self._refuse_loss(caller)
+            only_other_ranks = self._ranks is not None and 4 not in self._ranks
+            third_party.check_reader(sys._getframe(1), type(self).__name__, self._lost_by_torch, only_other_ranks)
         try:
             return self._buffers["running_mean"]  # type: ignore[return-value]  # None as in torch's, where nobody tracks
         except KeyError:
             raise AttributeError(f"{type(self).__name__} has no attribute 'running_mean'") from None
 
-    def _refuse_loss(self, caller: str) -> None:
-        """Raise unless what ``caller`` makes of this layer computes the same."""
+    def _lost_by_torch(self) -> list[str]:
+        """What torch's batch norm with the same parameters and averages would not compute at inference."""
+        then = [name for name in self._then if not isinstance(self._modules[name], nn.Identity)]
         lost = {
-            f"alpha={alpha_text(self.alpha)}": self._alpha is not None,
+            f"alpha={alpha_text(self.alpha)}": not self._alpha_is(0),
             f"channels_per_group={self.channels_per_group}": self.channels_per_group != 1,
-            "what runs after it ({})".format(", ".join(self._then)): self._then != (),
-            "inputs that are not images": "freeze" in caller and self._ranks is not None and 4 not in self._ranks,
+            f"what runs after it ({', '.join(then)})": bool(then),
         }
-        dropped = ", ".join(name for name, is_lost in lost.items() if is_lost)
-        if not dropped and caller not in _REPLACERS_FOR_TRAINING:
-            return
-        instead = "call betternorm.revert(model) first, or leave the layer as it is"
-        if caller.startswith("fuse"):
-            instead = "betternorm.fold(model) folds the layers for which that is exact"
-        raise RuntimeError(
-            f"{_REPLACERS[caller]} would replace {type(self).__name__} and drop {dropped or 'its groups and alpha'}; "
-            + _REPLACERS_FOR_TRAINING.get(caller, instead)
-        )
+        return [name for name, is_lost in lost.items() if is_lost]
 
     def _device(self) -> torch.device | None:
         tensors = (*self._buffers.values(), *self._parameters.values())

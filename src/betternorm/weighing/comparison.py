@@ -12,7 +12,7 @@ from betternorm.layers.checks import checked_alphas
 from betternorm.weighing.alpha import alpha_as_trained, listed, tuned_layers
 from betternorm.weighing.batches import Forward, output_and_target
 from betternorm.weighing.evaluation import Evaluations
-from betternorm.weighing.evidence import Gain
+from betternorm.weighing.evidence import Gain, gain_between
 from betternorm.weighing.metrics import AnyMetric, named_metrics
 
 
@@ -69,10 +69,16 @@ def compare_alpha(
         for name, value in current.items():
             layers[name].alpha = value
     return {
-        metric: evaluations.gain(
-            metric, evaluations.numbers(metric, before), evaluations.numbers(metric, after), confidence, seed
+        name: gain_between(
+            column.metric,
+            column.numbers(before),
+            column.numbers(after),
+            column.counts,
+            column.units,
+            confidence=confidence,
+            seed=seed,
         )
-        for metric in evaluations.metrics
+        for name, column in ((name, evaluations.column(name)) for name in evaluations.metrics)
     }
 
 

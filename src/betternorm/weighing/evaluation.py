@@ -1,14 +1,11 @@
-"""Running a network with many alphas over the same data, keeping the numbers of every example."""
+"""Evaluation: run a model with many alphas over the same data, and keep one number per example and metric."""
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
-import time
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,39 +20,79 @@ from betternorm.weighing.batches import (
     example_keys,
     iterate,
     length_of,
+    non_finite_rows,
     with_input_changed,
 )
-from betternorm.weighing.evidence import Gain, gain_between
 from betternorm.weighing.metrics import Metric
+from betternorm.weighing.resume import SAVE_EVERY, ResumeFile, signature
 from betternorm.weighing.shifts import Shift
 
 # One alpha for all layers, or one for each, which may be a tuple with one value per channel.
 Setting = float | tuple[Any, ...]
+# The name of a metric; or a pair of metric and shift, for a metric on shifted data.
+Key = str | tuple[str, str]
 
-_UNDER = " under shift "
-
-SAVE_EVERY = 20.0  # seconds between writes of what has been evaluated
-
-
-def under(metric: str, shift: str) -> str:
-    """What a metric is called on shifted data."""
-    return f"{metric}{_UNDER}{shift}"
+REFERENCE_VALUES = 1 << 16  # outputs stored to recognize the model when a search is resumed
+RESUME_TOLERANCE = 1e-4  # relative; thread counts change the last bits
 
 
-def shift_of(metric: str) -> str:
-    """The shift that a metric is measured under, and nothing for one of the data as they are."""
-    return metric.partition(_UNDER)[2]
+def shift_of(key: Key) -> str:
+    """The shift that a metric is measured under; empty for the data as they are."""
+    return key[1] if isinstance(key, tuple) else ""
+
+
+@dataclass(frozen=True)
+class Column:
+    """The numbers of one metric on one set of examples, for every setting of alpha that was evaluated.
+
+    Attributes:
+        values: a row per example (or per batch, if the metric returns one number per batch).
+        counts: the weight of each row.
+        units: the example or batch each row belongs to. Copies of an example share a unit.
+        folds: the fold of each row, once folds have been assigned.
+    """
+
+    metric: Metric
+    values: Mapping[Setting, Tensor]
+    counts: Tensor
+    units: Tensor
+    folds: Tensor | None = None
+
+    def numbers(self, setting: Setting) -> Tensor:
+        """A number per row, with a temperature fitted on all of them if the metric has one."""
+        return self.metric.numbers(self.values[setting], self.counts)
+
+    def average(self, setting: Setting, without_fold: int | None = None) -> float:
+        """The metric over all rows, or over those outside a fold."""
+        chosen = slice(None) if without_fold is None else self.folds != without_fold
+        counts = self.counts[chosen]
+        return float(self.metric.average(self.metric.numbers(self.values[setting][chosen], counts), counts))
+
+    def held_out(self, settings: Sequence[Setting]) -> Tensor:
+        """A number per row, each at the setting of its fold, with a temperature fitted on the other folds."""
+        assert self.folds is not None
+        result = torch.empty(len(self.folds), dtype=torch.float64)
+        for fold, setting in enumerate(settings):
+            numbers = self.metric.numbers(self.values[setting], self.counts, self.folds != fold)
+            result[self.folds == fold] = numbers[self.folds == fold]
+        return result
 
 
 class Evaluations:
-    """The numbers of every example for every alpha tried, in an order that does not depend on the loader's."""
+    """The numbers of every example for every setting, in an order that does not depend on the loader's.
+
+    Args:
+        metrics: by name, and for shifted data by a pair of the metric's name and the shift's.
+        shifts: functions of the input, by name.
+        resume: a file for intermediate results.
+    """
 
     def __init__(
         self,
         model: nn.Module,
         layers: Mapping[str, GroupedBatchNorm],
         loader: Iterable[Any],
-        metrics: dict[str, Metric],
+        metrics: Mapping[Any, Metric],
         forward: Forward,
         max_examples: int | None,
         resume: str | os.PathLike[str] | None,
@@ -63,40 +100,40 @@ class Evaluations:
         baseline: float,
         shifts: Mapping[str, Shift] | None = None,
     ) -> None:
-        """``shifts`` are functions of the input by name; what is shifted is measured by metrics called `under` it."""
-        self.baseline = baseline
-        self.shifts = dict(shifts or {})
-        self.model, self.layers, self.loader, self.metrics = model, layers, loader, metrics
+        self.model, self.layers, self.loader, self.metrics = model, layers, loader, dict(metrics)
         self.forward, self.max_examples, self.progress = forward, max_examples, progress
-        self.values: dict[str, dict[Setting, Tensor]] = {name: {} for name in metrics}
-        self.counts: dict[str, Tensor] = {}
-        self.keys = torch.empty(0, dtype=torch.int64)  # of every example, in order
+        self.baseline, self.shifts = baseline, dict(shifts or {})
+        self.values: dict[Key, dict[Setting, Tensor]] = {key: {} for key in self.metrics}
+        self.counts: dict[Key, Tensor] = {}
+        self.keys = torch.empty(0, dtype=torch.int64)  # of every example, sorted
         self.batch_keys = torch.empty(0, dtype=torch.int64)
         self.batch_of_example = torch.empty(0, dtype=torch.int64)  # the key of its batch
+        self.non_finite: dict[Setting, int] = {}  # outputs that are NaN or infinite
         self.passes = 0
-        self.fit: dict[str, Any] = {}  # the state of fitting one alpha per layer
+        self.fit: dict[str, Any] = {}  # the state of an optimization of alphas
+        self.reference: dict[str, Any] = {}  # the first batch at the baseline
         self._unfinished: _Pass | None = None
-        self._file = None if resume is None else Path(resume)
-        self._saved = time.monotonic()
-        self._known = True  # whether the data are those of the file
-        if self._file is not None:
-            self._signature = _signature(model, metrics, max_examples)
-            self._restore()
+        self._file = ResumeFile(resume, self._signature)
+        self._recognized = True
+        if (state := self._file.load()) is not None:
+            self._recognized = False
+            for name in self._STATE:
+                setattr(self, name, state[name])
+            if state["unfinished"] is not None:
+                self._unfinished = _Pass(**state["unfinished"])
 
-    def evaluate(self, alphas: Sequence[Setting]) -> None:
-        """One iteration of the loader for all of these that have not been tried."""
-        self._recognise()
-        tried = next(iter(self.values.values()))
-        new: list[Setting] = [alpha for alpha in dict.fromkeys(alphas) if alpha not in tried]
+    def evaluate(self, settings: Iterable[Setting]) -> None:
+        """One pass over the data for all settings that have not been evaluated yet."""
+        self._recognize()
+        new = [setting for setting in dict.fromkeys(settings) if setting not in self.settings()]
         if not new:
             return
         current = self._unfinished
         if current is None or current.alphas != new:
             current = _Pass(new)
         self._unfinished = current
-        label = f"pass {self.passes + 1}: {len(new)} alphas"
         try:
-            self._iterate(current, label)
+            self._run(current)
         except BaseException:
             self.save()
             raise
@@ -105,11 +142,55 @@ class Evaluations:
         self.passes += 1
         self.save()
 
+    def settings(self) -> list[Setting]:
+        """Everything that has been evaluated."""
+        return list(next(iter(self.values.values())))
+
+    def single_alphas(self) -> list[float]:
+        """The settings with one alpha for all layers, from the one nearest to the baseline."""
+        singles = [setting for setting in self.settings() if not isinstance(setting, tuple)]
+        return sorted(singles, key=lambda alpha: abs(alpha - self.baseline))
+
+    def column(self, key: Key, folds: Tensor | None = None) -> Column:
+        per_example = len(self.counts[key]) == len(self.keys)
+        units = self.keys if per_example else self.batch_keys
+        return Column(self.metrics[key], self.values[key], self.counts[key], units, folds)
+
+    def by_batch(self) -> bool:
+        """Whether a metric has only one number per batch, so that batches cannot be split between folds."""
+        return any(len(counts) != len(self.keys) for counts in self.counts.values())
+
     def batches(self) -> Iterator[Any]:
         return iterate(self.loader, self.max_examples, device_of(self.model))
 
-    def _iterate(self, current: _Pass, label: str) -> None:
+    def length(self) -> int | None:
+        return length_of(self.loader, self.max_examples)
+
+    def with_shifts(self, batch: Any) -> dict[str, Any]:
+        """The batch as it is, under an empty name, and under every shift."""
+        return {"": batch} | {name: with_input_changed(batch, shift) for name, shift in self.shifts.items()}
+
+    def measure(self, batches: Mapping[str, Any]) -> tuple[dict[Key, tuple[Tensor, Tensor]], int, Any]:
+        """Every metric of the model as it is now, the number of non-finite outputs, and the output without a shift."""
+        measured: dict[Key, tuple[Tensor, Tensor]] = {}
+        non_finite, clean_output = 0, None
+        for shift, batch in batches.items():
+            output, target = self.forward(self.model, batch)
+            non_finite += non_finite_rows(output)
+            clean_output = clean_output if shift else output
+            for key, metric in self.metrics.items():
+                if shift_of(key) == shift:
+                    measured[key] = metric.measure(output, target)
+        return measured, non_finite, clean_output
+
+    def _set(self, setting: Setting) -> None:
+        alphas = setting if isinstance(setting, tuple) else (setting,) * len(self.layers)
+        for layer, alpha in zip(self.layers.values(), alphas, strict=True):
+            layer.alpha = alpha
+
+    def _run(self, current: _Pass) -> None:
         done = len(current.keys)
+        label = f"pass {self.passes + 1}: {len(current.alphas)} alphas"
         with evaluating(self.model), torch.inference_mode(), Bar(label, self.length(), self.progress) as bar:
             for number, batch in enumerate(self.batches()):
                 keys = example_keys(batch)
@@ -117,197 +198,152 @@ class Evaluations:
                     if torch.equal(keys, current.keys[number]):
                         bar.advance()
                         continue
-                    current.clear()  # cut into other batches now
-                    return self._iterate(current, label)
-                parts = self.parts(batch)
-                measured = [self._measure(alpha, parts) for alpha in current.alphas]
-                for name in self.metrics:
-                    for alpha, found in zip(current.alphas, measured, strict=True):
-                        current.values.setdefault(name, {}).setdefault(alpha, []).append(found[name][0])
-                    current.counts.setdefault(name, []).append(measured[0][name][1])
+                    current.clear()  # the loader yields other batches now
+                    return self._run(current)
+                batches = self.with_shifts(batch)
+                results = []
+                for setting in current.alphas:
+                    self._set(setting)
+                    results.append(self.measure(batches))
+                    if setting == self.baseline and not self.reference:
+                        self.reference = self._reference(keys, *results[-1])
+                for setting, (measured, non_finite, _) in zip(current.alphas, results, strict=True):
+                    for key, (values, _) in measured.items():
+                        current.values.setdefault(key, {}).setdefault(setting, []).append(values)
+                    current.non_finite[setting] = current.non_finite.get(setting, 0) + non_finite
+                for key, (_, counts) in results[0][0].items():
+                    current.counts.setdefault(key, []).append(counts)
                 current.keys.append(keys)  # last: a batch counts once all of it is there
                 bar.advance()
-                self.save_now_and_then()
+                self.save(SAVE_EVERY)
         if not current.keys:
-            raise ValueError("the loader gave no batches: nothing to evaluate")
-
-    def parts(self, batch: Any) -> dict[str, Any]:
-        """The batch as it is, under no name, and under every shift."""
-        return {"": batch} | {name: with_input_changed(batch, shift) for name, shift in self.shifts.items()}
-
-    def _measure(self, alpha: Setting, parts: Mapping[str, Any]) -> dict[str, tuple[Tensor, Tensor]]:
-        alphas = alpha if isinstance(alpha, tuple) else (alpha,) * len(self.layers)
-        for layer, value in zip(self.layers.values(), alphas, strict=True):
-            layer.alpha = value
-        return self.measured(parts)
-
-    def measured(self, parts: Mapping[str, Any]) -> dict[str, tuple[Tensor, Tensor]]:
-        """Every metric of the network as it is now, on a batch and its shifts."""
-        found: dict[str, tuple[Tensor, Tensor]] = {}
-        for shift, part in parts.items():
-            output, target = self.forward(self.model, part)
-            for name, metric in self.metrics.items():
-                if shift_of(name) == shift:
-                    found[name] = metric.measure(output, target)
-        return found
-
-    def length(self) -> int | None:
-        return length_of(self.loader, self.max_examples)
+            raise ValueError("the loader yields no batches: nothing to evaluate")
 
     def _close(self, current: _Pass) -> None:
-        """Bring a finished pass into order and check that it saw what the others saw."""
+        """Sort the numbers of a finished pass, after checking that it had the same examples as the others."""
         keys = torch.cat(current.keys)
         batch_keys = torch.stack([part.sum() for part in current.keys])
         of_example = torch.repeat_interleave(batch_keys, torch.tensor([len(part) for part in current.keys]))
         by_example, by_batch = keys.argsort(stable=True), batch_keys.argsort(stable=True)
         if len(self.keys) and not torch.equal(keys[by_example], self.keys):
-            raise _other_examples("than in the one before")
-        for name in self.metrics:
-            counts = torch.cat(current.counts[name])
+            raise _other_examples("other examples")
+        for key in self.metrics:
+            counts = torch.cat(current.counts[key])
             if len(counts) == len(keys) and len(keys) > len(batch_keys):
                 order = by_example
             elif len(counts) == len(batch_keys):
                 order = by_batch
                 if len(self.batch_keys) and not torch.equal(batch_keys[order], self.batch_keys):
-                    raise _other_examples(f"a batch, and {name!r} is one number per batch, than in the one before")
+                    raise _other_examples(f"other batches, and {self.metrics[key].name!r} is one number per batch,")
             else:
                 raise ValueError(
-                    f"metric {name!r} gave {len(counts)} numbers for {len(keys)} examples in {len(batch_keys)} "
-                    "batches; it must give one per example or one per batch"
+                    f"metric {self.metrics[key].name!r} returned {len(counts)} numbers for {len(keys)} examples in "
+                    f"{len(batch_keys)} batches; it must return one per example or one per batch"
                 )
-            self.counts[name] = counts[order]
-            for alpha, parts in current.values[name].items():
-                self.values[name][alpha] = torch.cat(parts)[order]
+            self.counts[key] = counts[order]
+            for setting, parts in current.values[key].items():
+                self.values[key][setting] = torch.cat(parts)[order]
+        self.non_finite |= current.non_finite
         self.keys, self.batch_keys, self.batch_of_example = (
             keys[by_example],
             batch_keys[by_batch],
             of_example[by_example],
         )
 
-    # -- what was found --
-
-    def by_batch(self) -> bool:
-        """Whether a metric has only one number per batch, so that batches cannot be split between folds."""
-        return any(len(counts) != len(self.keys) for counts in self.counts.values())
-
-    def groups(self) -> int:
-        """How many parts could go into different folds."""
-        return len(torch.unique(self.batch_keys if self.by_batch() else self.keys))
-
-    def average(self, metric: str, values: Tensor, where: Tensor | None = None) -> float:
-        chosen = slice(None) if where is None else where
-        counts = self.counts[metric][chosen]
-        return float(self.metrics[metric].average(self.metrics[metric].numbers(values[chosen], counts), counts))
-
-    def numbers(self, metric: str, alpha: Setting) -> Tensor:
-        """A number for every example, with a temperature fitted on all of them."""
-        return self.metrics[metric].numbers(self.values[metric][alpha], self.counts[metric])
-
-    def gain(
-        self, metric: str, before: Tensor, after: Tensor, confidence: float, seed: int, chosen: bool = False
-    ) -> Gain:
-        """``chosen`` says that the alphas of ``after`` were chosen by this metric among all that were tried."""
-        tried = [self.numbers(metric, alpha) for alpha in self.tried() if alpha != self.baseline] if chosen else []
-        return gain_between(
-            self.metrics[metric], before, after, self.counts[metric], self.units(metric), tried, confidence, seed
-        )
-
-    def units(self, metric: str) -> Tensor:
-        """The example, or the batch, that every number of a metric is of."""
-        return self.keys if len(self.counts[metric]) == len(self.keys) else self.batch_keys
-
-    def tried(self) -> list[float]:
-        """The single alphas, from the one nearest to the network as it was trained."""
-        settings = next(iter(self.values.values()))
-        return sorted((s for s in settings if not isinstance(s, tuple)), key=lambda alpha: abs(alpha - self.baseline))
-
-    def best(self, metric: str, where: Tensor | None = None, among: Container[float] | None = None) -> float:
-        """The best alpha tried; of equals the one nearest to the network as it was trained."""
-        alphas = [alpha for alpha in self.tried() if among is None or alpha in among]
-        found = alphas[0]
-        best = self.average(metric, self.values[metric][found], where)
-        for alpha in alphas[1:]:
-            value = self.average(metric, self.values[metric][alpha], where)
-            if math.isnan(best) or self.metrics[metric].is_better(value, best):
-                found, best = alpha, value
-        return found
-
     # -- interruptions --
 
-    def _recognise(self) -> None:
-        """See that the images and labels are those of the file, before its numbers are used. Runs no network."""
-        if self._known:
+    _STATE = ("values", "counts", "keys", "batch_keys", "batch_of_example", "non_finite", "passes", "fit", "reference")
+
+    def save(self, every: float = 0.0) -> None:
+        """Write the intermediate results, at most once in ``every`` seconds."""
+        unfinished = self._unfinished
+        self._file.save(
+            lambda: (
+                {name: getattr(self, name) for name in self._STATE}
+                | {"unfinished": None if unfinished is None else asdict(unfinished)}
+            ),
+            every,
+        )
+
+    def _signature(self) -> str:
+        """What the numbers depend on, except for the data, whose keys are compared."""
+        self._set(self.baseline)
+        parts = [list(self.layers), self.baseline, self.metrics, self.shifts, self.forward, self.max_examples]
+        return signature(self.model, *parts)
+
+    def _reference(self, keys: Tensor, measured: Mapping[Key, Any], _: int, output: Any) -> dict[str, Any]:
+        rows = {}
+        if isinstance(output, Tensor) and output.dim() and len(output) == len(keys):
+            flat = output.detach().reshape(len(output), -1).cpu()
+            rows = {"output": flat[:, :: max(1, flat.numel() // REFERENCE_VALUES)].clone()}
+        return {"keys": keys, **rows, "values": {key: values for key, (values, _) in measured.items()}}
+
+    def _recognize(self) -> None:
+        """Check that data and model are those of the resumed file, before its numbers are used.
+
+        The data are compared by their keys. The model is run at the baseline on one batch with examples of the first
+        batch of the file, and its outputs are compared.
+        """
+        if self._recognized:
             return
-        self._known = True
-        if len(self.keys) and not torch.equal(
-            torch.cat([example_keys(batch) for batch in self.batches()]).sort().values, self.keys
-        ):
-            raise ValueError(
-                f"resume={str(self._file)!r} belongs to other images or labels; remove the file or name another one"
-            )
+        self._recognized = True
+        keys, compared = [], not self.reference
+        for batch in self.batches():
+            keys.append(example_keys(batch))
+            if not compared and bool(torch.isin(keys[-1], self.reference["keys"]).any()):
+                compared = True
+                self._compare_with_reference(batch, keys[-1])
+            if compared and not len(self.keys):
+                break
+        if len(self.keys) and not torch.equal(torch.cat(keys).sort().values, self.keys):
+            raise self._file.error("belongs to other images or labels")
 
-    def save_now_and_then(self) -> None:
-        if time.monotonic() - self._saved > SAVE_EVERY:
-            self.save()
-
-    def save(self) -> None:
-        self._saved = time.monotonic()
-        if self._file is None:
-            return
-        state = {name: getattr(self, name) for name in self._STATE}
-        state["unfinished"] = None if self._unfinished is None else asdict(self._unfinished)
-        partial = self._file.with_name(self._file.name + ".partial")
-        torch.save({"signature": self._signature, **state}, partial)
-        partial.replace(self._file)  # atomic: an interruption here leaves the file before
-
-    _STATE = ("values", "counts", "keys", "batch_keys", "batch_of_example", "passes", "fit")
-
-    def _restore(self) -> None:
-        assert self._file is not None
-        try:
-            state = torch.load(self._file, weights_only=True)
-        except FileNotFoundError:
-            return
-        except Exception as error:
-            raise ValueError(f"resume={str(self._file)!r} is not a file of a search; remove it ({error})") from error
-        self._known = False
-        if not isinstance(state, dict) or state.get("signature") != self._signature:
-            raise ValueError(
-                f"resume={str(self._file)!r} belongs to another model, other metrics or another max_examples; "
-                "remove the file or name another one"
-            )
-        for name in self._STATE:
-            setattr(self, name, state[name])
-        if state["unfinished"] is not None:
-            self._unfinished = _Pass(**state["unfinished"])
+    def _compare_with_reference(self, batch: Any, keys: Tensor) -> None:
+        self._set(self.baseline)
+        with evaluating(self.model), torch.inference_mode():
+            now = self._reference(keys, *self.measure(self.with_shifts(batch)))
+        stored, place = self.reference, {key: row for row, key in enumerate(self.reference["keys"].tolist())}
+        rows = [(row, place[key]) for row, key in enumerate(keys.tolist()) if key in place]
+        new, old = (torch.tensor(part) for part in zip(*rows, strict=True))
+        agree = "output" not in now or "output" not in stored or _agree(now["output"][new], stored["output"][old], 1.0)
+        for key, values in now["values"].items():
+            if len(values) == len(keys) and len(stored["values"][key]) == len(place):
+                agree = agree and _agree(values[new], stored["values"][key][old], 0.9)
+            elif torch.equal(keys, stored["keys"]):
+                agree = agree and _agree(values, stored["values"][key], 1.0)
+        if not agree:
+            raise self._file.error("belongs to a model with other outputs, or to another metric or forward function")
 
 
 @dataclass
 class _Pass:
-    """An iteration of the loader under way."""
+    """A pass over the data that is under way."""
 
     alphas: list[Setting]
     keys: list[Tensor] = field(default_factory=list)  # of every batch seen
-    values: dict[str, dict[Setting, list[Tensor]]] = field(default_factory=dict)
-    counts: dict[str, list[Tensor]] = field(default_factory=dict)
+    values: dict[Key, dict[Setting, list[Tensor]]] = field(default_factory=dict)
+    counts: dict[Key, list[Tensor]] = field(default_factory=dict)
+    non_finite: dict[Setting, int] = field(default_factory=dict)
 
     def clear(self) -> None:
-        for part in (self.keys, self.values, self.counts):
+        for part in (self.keys, self.values, self.counts, self.non_finite):
             part.clear()
 
 
-def _signature(model: nn.Module, metrics: Iterable[str], max_examples: int | None) -> str:
-    """What the numbers of a file depend on, apart from the data, which has its keys."""
-    digest = hashlib.sha256(repr((sorted(metrics), max_examples)).encode())
-    for name, tensor in sorted(model.state_dict().items()):
-        if name.rpartition(".")[2] not in ("alpha", "num_batches_tracked"):
-            digest.update(name.encode())
-            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+def _agree(a: Tensor, b: Tensor, share: float) -> bool:
+    """Whether this share of the rows agrees up to rounding (which may decide a tie either way)."""
+    if a.shape != b.shape:
+        return False
+    precision = torch.finfo(a.dtype).eps if a.is_floating_point() else 0.0
+    a, b = (part.double().reshape(len(part), -1) for part in (a, b))
+    largest = float(b.nan_to_num(0, 0, 0).abs().max())
+    tolerance = max(RESUME_TOLERANCE, 4 * precision) * largest
+    close = torch.isclose(a, b, rtol=0.0, atol=tolerance, equal_nan=True).all(1)
+    return math.ceil(share * len(close)) <= int(close.sum())
 
 
-def _other_examples(than: str) -> ValueError:
+def _other_examples(what: str) -> ValueError:
     return ValueError(
-        f"the loader gave other examples {than}; alphas are compared on the same examples, so switch random "
-        "augmentation off, and shuffling where max_examples is used"
+        f"the loader yields {what} than in the pass before; alphas are compared on the same examples, so switch random "
+        "augmentation off, and shuffling if max_examples is used"
     )

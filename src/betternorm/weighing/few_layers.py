@@ -1,182 +1,91 @@
-"""Alpha in a few layers: those that carry most of the gain, so that everything else can be folded for serving.
+"""Alpha in a few layers: those with the largest gains, so that all others can be folded for serving.
 
-Trying every layer would take as many passes as there are layers. Instead one backward pass gives the slope of the
-objective by every layer's alpha at 0, and only the steepest are tried, one at a time. The slope at 0 and the value at
-one alpha make a parabola for each, and so a best alpha and a gain. The layers with the largest gains are then set
-together, at a part of those alphas, since what they do overlaps. That is at most 17 forward passes' worth (a backward
-pass counted as two) for up to five layers, however many the network has.
+Evaluating every layer separately would take as many passes as there are layers. Instead, one backward pass gives the
+derivative of the objective with respect to the alpha of every layer at 0, and only the layers with the steepest slopes
+are evaluated, one at a time. The slope at 0 and the value at one alpha define a parabola, and thus a best alpha and a
+gain for each. The layers with the largest gains are then evaluated together, at a fraction of those alphas, since
+their effects overlap. This costs at most 17 forward passes (a backward pass counts as two) for up to five layers,
+however many layers the model has.
 
-Under shifts every one of these runs on the clean data and on every shift. Layers are ranked by the mean over all of
-them, and the rule for the clean data takes one of the settings that were tried.
+With shifts, all of this is evaluated on the clean data and on every shift. Layers are ranked by the mean over all sets,
+and the rule chooses among the settings evaluated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from betternorm.display.progress import Bar
-from betternorm.weighing.batches import device_of, evaluating, with_input_changed
-from betternorm.weighing.evaluation import Evaluations, Setting, under
-from betternorm.weighing.evidence import ENOUGH_TO_JUDGE, Gain, gain_between
-from betternorm.weighing.folds import Folds
-from betternorm.weighing.metrics import CALIBRATED, SHARES
-from betternorm.weighing.per_layer import _loss, _replaced
-from betternorm.weighing.result import AlphaSearch, FewLayers, LayersRow
-from betternorm.weighing.shifted import ShiftedSets
+from betternorm.weighing.batches import device_of, evaluating
+from betternorm.weighing.evaluation import Evaluations, Key, Setting
+from betternorm.weighing.gradients import differentiable_loss, with_alphas
+from betternorm.weighing.judging import Judge, SingleAlpha
+from betternorm.weighing.metrics import CALIBRATED
+from betternorm.weighing.objective import Sets
+from betternorm.weighing.result import FewLayers, LayersRow
+from betternorm.weighing.resume import SAVE_EVERY
 from betternorm.weighing.temperature import best_inverse
 
-SHOWN = (1, 3, 5)  # the numbers of layers that the table shows beside the one that was asked for
-CANDIDATES = 8  # layers tried one at a time; more only where more are asked for
+SHOWN = (1, 3, 5)  # numbers of layers that the table shows, besides the requested one
+CANDIDATES = 8  # layers evaluated one at a time, or as many as requested
 SLOPES_COST = 3  # of a forward and a backward pass, in forward passes
 TRIED_AT = 0.1
-SLOPE_AT = 0.001  # a slope exactly at 0 would need the layers' other code path
+SLOPE_AT = 0.001  # at exactly 0 the layers skip the statistics of the example
 LEAST, MOST = 0.01, 0.5  # alphas of a layer
-OVERLAPS = (0.1, 0.35)  # each further layer takes so much from what the others' alphas should be
+OVERLAPS = (0.1, 0.35)  # each further layer reduces the alphas of the others by such a share
 
 
 def check_layers(count: int, layers: Sequence[str], baseline: float) -> None:
     if isinstance(count, bool) or not isinstance(count, int):
-        raise TypeError(f"layers={count!r} must be a whole number of layers")
+        raise TypeError(f"layers={count!r} must be an integer")
     if not 1 <= count <= len(layers):
-        raise ValueError(f"layers={count} must lie between 1 and {len(layers)}, the layers that can have an alpha")
+        raise ValueError(
+            f"layers={count} must lie between 1 and {len(layers)}, the number of layers that have an alpha"
+        )
     if baseline != 0:
         raise ValueError(
-            f"layers={count} keeps alpha out of layers so that they can be folded, and those of GroupNorm and "
-            "InstanceNorm cannot be; leave it out"
+            f"layers={count} leaves layers without alpha so that they can be folded, and GroupNorm and InstanceNorm "
+            "layers cannot be folded; leave it out"
         )
 
 
-def tune_few_layers(
-    evaluations: Evaluations, split: Folds, single: AlphaSearch, count: int, seed: int, sets: ShiftedSets | None = None
-) -> FewLayers:
-    """Find ``count`` layers to have an alpha, and judge them on the folds that one alpha for all was judged on."""
-    aim = _Aim(evaluations, split, single, seed, sets)
-    before = evaluations.passes
-    counts = sorted({k for k in (*SHOWN, count) if k <= len(evaluations.layers)})
-    ranked = _ranked(aim, max(*counts, CANDIDATES))
-    _try_together(aim, ranked, counts, count)
-    work = _work(evaluations)
-    rows = [aim.judged(k, work) for k in counts]
-    rows.append(LayersRow(len(evaluations.layers), dict.fromkeys(evaluations.layers, aim.single), aim.of_all, 1.0))
-    if evaluations.metrics[single.objective].is_better(aim.of_all.after, aim.of_all.before):
-        for row in rows:
-            row.share = row.gain.difference / aim.of_all.difference
-    chosen = next(row for row in rows if row.layers == count)
-    return FewLayers(
-        layers=count,
-        alphas=chosen.alphas,
-        gains={metric: aim.gain(metric, count) for metric in single.gains},
-        rows=rows,
-        certain=chosen.gain.is_certain(evaluations.metrics[single.objective]) and single.judged_on >= ENOUGH_TO_JUDGE,
-        passes=evaluations.passes - before + 1,
-        evaluations=SLOPES_COST + len(_settings(evaluations, len(evaluations.layers))) - 1,
-    )
+# ---- evaluate ----
 
 
-class _Aim:
-    """What layers are chosen for: a metric on the data, or what a rule makes of it on clean and on shifted data.
-
-    Attributes:
-        single: one alpha for all layers, the best.
-        of_all: what it gains.
-        guide: a metric that says how good a layer is, smooth where the objective is not.
-        guides: its names on all sets.
-    """
-
-    def __init__(
-        self, evaluations: Evaluations, split: Folds, single: AlphaSearch, seed: int, sets: ShiftedSets | None
-    ) -> None:
-        objective = single.objective
-        self.evaluations, self._split, self._seed, self._sets = evaluations, split, seed, sets
-        self._objective, self._confidence = objective, single.confidence
-        self.single, self.of_all = single.best[objective], single.gains[objective]
-        self.guide = CALIBRATED if objective in SHARES and CALIBRATED in evaluations.values else objective
-        self.guides = [self.guide]
-        if sets is not None and single.shifts is not None:
-            self.single, self.of_all = sets.chosen, single.shifts.mean
-            self.guide = sets.guide.name
-            self.guides = [self.guide, *(under(self.guide, shift) for shift in sets.functions)]
-
-    def loss(self, setting: Setting) -> float:
-        """How bad a setting is by the guide: the mean over all sets."""
-        sign = -1 if self.evaluations.metrics[self.guide].higher_is_better else 1
-        averages = [self.evaluations.average(name, self.evaluations.values[name][setting]) for name in self.guides]
-        return sign * sum(averages) / len(averages)
-
-    def judged(self, count: int, work: dict[str, float]) -> LayersRow:
-        """What at most so many layers gain in the objective, or in what the rule weighs."""
-        setting = self._best(count)
-        values = setting if isinstance(setting, tuple) else (setting,) * len(self.evaluations.layers)
-        alphas = {name: alpha for name, alpha in zip(self.evaluations.layers, values, strict=True) if alpha != 0}
-        if self._sets is None:
-            gain = self.gain(self._objective, count)
-        else:
-            chosen = self._without_each_fold(count)
-            held_out = {
-                name: self._split.held_out(metric, chosen.__getitem__)
-                for name, (_, metric) in self._sets.sets().items()
-            }
-            tried = _settings(self.evaluations, count)[1:]
-            gain = self._sets.mean_gain(held_out, self._confidence, self._seed, tried=tried)
-        return LayersRow(count, alphas, gain, sum(work[name] for name in alphas))
-
-    def gain(self, metric: str, count: int) -> Gain:
-        """What they gain in a metric on the clean data, each fold with what is best without it."""
-        evaluations, chosen = self.evaluations, self._without_each_fold(count)
-        tried: list[Setting] = []
-        if metric == self._objective and self._sets is None:
-            tried = _settings(evaluations, count)[1:]
-        return gain_between(
-            evaluations.metrics[metric],
-            self._split.as_trained(metric),
-            self._split.held_out(metric, chosen.__getitem__),
-            evaluations.counts[metric],
-            evaluations.units(metric),
-            [evaluations.numbers(metric, setting) for setting in tried],
-            self._confidence,
-            self._seed,
-        )
-
-    def _without_each_fold(self, count: int) -> list[Setting]:
-        return [self._best(count, fold) for fold in range(self._split.count)]
-
-    def _best(self, count: int, without: int | None = None) -> Setting:
-        """The best setting with at most so many layers, on all the data or without a fold."""
-        evaluations, objective = self.evaluations, self._objective
-        where = None if without is None else self._split.of(objective) != without
-        settings = _settings(evaluations, count)
-        if self._sets is not None:
-            chosen: Setting = self._sets.choose(lambda name: where, settings)
-            return chosen
-        scores = [evaluations.average(objective, evaluations.values[objective][setting], where) for setting in settings]
-        best = 0
-        for index, score in enumerate(scores):
-            if evaluations.metrics[objective].is_better(score, scores[best]):
-                best = index
-        return settings[best]
+def evaluate_few_layers(sets: Sets, count: int) -> int:
+    """Evaluate settings with alpha in a few layers. Returns the number of passes over the data."""
+    before = sets.clean.passes
+    counts = _counts(sets.clean, count)
+    ranked = _ranked(sets, max(*counts, CANDIDATES))
+    _evaluate_together(sets, ranked, counts, count)
+    return sets.clean.passes - before + 1
 
 
-def setting_of(evaluations: Evaluations, alphas: dict[str, float]) -> Setting:
-    return tuple(alphas.get(name, evaluations.baseline) for name in evaluations.layers)
+def _counts(evaluations: Evaluations, count: int) -> list[int]:
+    return sorted({k for k in (*SHOWN, count) if k <= len(evaluations.layers)})
 
 
-# ---- which layers, and which alphas ----
+def _loss(sets: Sets, setting: Setting) -> float:
+    """The guide, to be minimized: the mean over all sets."""
+    metric = sets.objective.guide
+    keys: list[Key] = [metric.name, *((metric.name, shift) for shift in sets.objective.functions)]
+    averages = [sets.clean.column(key).average(setting) for key in keys]
+    return (-1 if metric.higher_is_better else 1) * sum(averages) / len(averages)
 
 
-def _ranked(aim: _Aim, most: int) -> dict[str, float]:
+def _ranked(sets: Sets, most: int) -> dict[str, float]:
     """The layers with the largest gains by their parabolas, best first, each with its best alpha."""
-    evaluations = aim.evaluations
-    slopes = _slopes(aim)
+    slopes = _slopes(sets)
     steepest = sorted(slopes, key=slopes.__getitem__)[:most]
-    tried = {name: setting_of(evaluations, {name: TRIED_AT}) for name in steepest}
-    evaluations.evaluate(list(tried.values()))
-    as_trained = aim.loss(evaluations.baseline)
-    found = {name: _lowest_point(slopes[name], aim.loss(setting) - as_trained) for name, setting in tried.items()}
-    order = sorted(found, key=lambda name: found[name][1])
-    return {name: found[name][0] for name in order}
+    settings = {name: _setting(sets.clean, {name: TRIED_AT}) for name in steepest}
+    sets.evaluate(settings.values())
+    at_baseline = _loss(sets, sets.clean.baseline)
+    best = {name: _lowest_point(slopes[name], _loss(sets, setting) - at_baseline) for name, setting in settings.items()}
+    return {name: best[name][0] for name in sorted(best, key=lambda name: best[name][1])}
 
 
 def _lowest_point(slope: float, change: float) -> tuple[float, float]:
@@ -187,63 +96,62 @@ def _lowest_point(slope: float, change: float) -> tuple[float, float]:
     return float(f"{alpha:.3g}"), slope * alpha + curvature * alpha**2 / 2
 
 
-def _try_together(aim: _Aim, ranked: dict[str, float], counts: list[int], asked: int) -> None:
-    """Evaluate the first layers together: for every count with two parts of their alphas, and once more where asked."""
-    evaluations = aim.evaluations
-    tried: dict[int, dict[float, Setting]] = {k: {} for k in counts}
-    for k in counts:
-        names = list(ranked)[:k]
-        for overlap in OVERLAPS if k > 1 else OVERLAPS[:1]:
-            part = 1 / (1 + overlap * (k - 1))
-            tried[k][part] = setting_of(evaluations, {name: _alpha(ranked[name] * part) for name in names})
-    evaluations.evaluate([setting for settings in tried.values() for setting in settings.values()])
-    if len(tried[asked]) == 2:
-        (first, at_first), (second, at_second) = tried[asked].items()
-        as_trained = aim.loss(evaluations.baseline)
-        a, b = aim.loss(at_first) - as_trained, aim.loss(at_second) - as_trained
-        # The parabola through 0 and both parts.
+def _evaluate_together(sets: Sets, ranked: dict[str, float], counts: list[int], requested: int) -> None:
+    """Evaluate the first layers together: for every count at two fractions of their alphas, and one more if needed."""
+
+    def at(count: int, fraction: float) -> Setting:
+        names = list(ranked)[:count]
+        return _setting(sets.clean, {name: _rounded(ranked[name] * fraction) for name in names})
+
+    fractions = {k: [1 / (1 + overlap * (k - 1)) for overlap in (OVERLAPS if k > 1 else OVERLAPS[:1])] for k in counts}
+    sets.evaluate([at(k, fraction) for k in counts for fraction in fractions[k]])
+    if len(fractions[requested]) == 2:
+        first, second = fractions[requested]
+        at_baseline = _loss(sets, sets.clean.baseline)
+        a, b = (_loss(sets, at(requested, fraction)) - at_baseline for fraction in (first, second))
+        # The parabola through 0 and both fractions.
         curvature = (a / first - b / second) / (first - second)
         slope = a / first - curvature * first
         if curvature > 0 and slope < 0:
-            part = min(max(-slope / (2 * curvature), 0.1), 1.5)
-            names = list(ranked)[:asked]
-            evaluations.evaluate([setting_of(evaluations, {name: _alpha(ranked[name] * part) for name in names})])
+            sets.evaluate([at(requested, min(max(-slope / (2 * curvature), 0.1), 1.5))])
 
 
-def _alpha(value: float) -> float:
-    return float(f"{min(max(value, LEAST / 4), 1.0):.3g}")
+def _setting(evaluations: Evaluations, alphas: dict[str, float]) -> Setting:
+    return tuple(alphas.get(name, evaluations.baseline) for name in evaluations.layers)
 
 
-def _slopes(aim: _Aim) -> dict[str, float]:
-    """The derivative of the loss by every layer's alpha where all are 0, from one forward and backward pass."""
-    evaluations = aim.evaluations
-    loss = _loss(evaluations.metrics[aim.guide])
+def _rounded(alpha: float) -> float:
+    return float(f"{min(max(alpha, LEAST / 4), 1.0):.3g}")
+
+
+def _slopes(sets: Sets) -> dict[str, float]:
+    """The derivative of the loss with respect to every layer's alpha at 0, in one forward and backward pass."""
+    evaluations = sets.clean
+    loss = differentiable_loss(sets.objective.guide)
     inverse = torch.ones(())
     if CALIBRATED in evaluations.values:
-        curves = evaluations.values[CALIBRATED][evaluations.baseline]
-        inverse = torch.tensor(best_inverse(curves, evaluations.counts[CALIBRATED]))
+        column = evaluations.column(CALIBRATED)
+        inverse = torch.tensor(best_inverse(column.values[evaluations.baseline], column.counts))
     inverse = inverse.float().to(device_of(evaluations.model))
     alphas = torch.full((len(evaluations.layers),), SLOPE_AT, device=inverse.device, requires_grad=True)
     done, total = 0, torch.zeros(len(evaluations.layers), dtype=torch.float64)
     if evaluations.fit.get("slopes") is not None:
         done, total = evaluations.fit["steps"], evaluations.fit["slopes"]
-    steps = 0
     try:
         with (
             evaluating(evaluations.model),
             Bar("slopes of all layers", evaluations.length(), evaluations.progress) as bar,
         ):
-            for batch in evaluations.batches():
-                steps += 1
-                if steps > done:
-                    for shown in (batch, *(with_input_changed(batch, s) for s in evaluations.shifts.values())):
-                        with _replaced(evaluations.layers, alphas):
-                            output, target = evaluations.forward(evaluations.model, shown)
+            for step, batch in enumerate(evaluations.batches(), 1):
+                if step > done:
+                    for shifted in evaluations.with_shifts(batch).values():
+                        with with_alphas(evaluations.layers, alphas):
+                            output, target = evaluations.forward(evaluations.model, shifted)
                             value = loss(output, target, inverse) * len(target)
                         (slope,) = torch.autograd.grad(value, alphas)
                         total = total + slope.double().cpu()
-                    evaluations.fit = {"epochs": None, "steps": steps, "slopes": total}
-                    evaluations.save_now_and_then()
+                    evaluations.fit = {"epochs": None, "steps": step, "slopes": total}
+                    evaluations.save(SAVE_EVERY)
                 bar.advance()
     finally:
         evaluations.save()
@@ -251,23 +159,48 @@ def _slopes(aim: _Aim) -> dict[str, float]:
     return dict(zip(evaluations.layers, (total / examples).tolist(), strict=True))
 
 
-# ---- what was tried, and what it costs ----
+# ---- choose and judge ----
 
 
-def _settings(evaluations: Evaluations, count: int) -> list[Setting]:
-    """What was tried with at most so many layers, and the network as it was trained."""
-    tried = next(iter(evaluations.values.values()))
-    few = [s for s in tried if isinstance(s, tuple) and sum(alpha != 0 for alpha in s) <= count]
-    return [evaluations.baseline, *few]
+def judge_few_layers(sets: Sets, judge: Judge, count: int, single: SingleAlpha, passes: int) -> FewLayers:
+    """The best ``count`` layers, judged on the same folds as one alpha for all layers."""
+    layers = sets.clean.layers
+    share_of_values = _share_of_values(sets.clean)
+    metric = sets.objective.metric
+    rows, chosen = [], dict[str, Any]()
+    for k in _counts(sets.clean, count):
+        settings = _settings(sets, k)
+        setting = judge.choose(settings)
+        values = setting if isinstance(setting, tuple) else (setting,) * len(layers)
+        alphas = {name: alpha for name, alpha in zip(layers, values, strict=True) if alpha != 0}
+        by_fold = judge.by_fold(settings)
+        gain = judge.gain(by_fold, settings)
+        work = sum(share_of_values[name] for name in alphas)
+        share = gain.difference / single.gain.difference if single.gain.is_certain(metric) else None
+        rows.append(LayersRow(k, alphas, gain, work, None if share is None or share < 0 else share))
+        if k == count:
+            gains = judge.gains(by_fold)
+            if not sets.objective.shifted:
+                gains[metric.name] = gain
+            chosen = {"alphas": alphas, "gains": gains, "certain": judge.is_significant(gain)}
+    whole_share = 1.0 if single.gain.is_certain(metric) else None
+    rows.append(LayersRow(len(layers), dict.fromkeys(layers, single.alpha), single.gain, 1.0, whole_share))
+    evaluations = SLOPES_COST + len(_settings(sets, len(layers)))
+    return FewLayers(layers=count, rows=rows, passes=passes, evaluations=evaluations, **chosen)
 
 
-def _work(evaluations: Evaluations) -> dict[str, float]:
-    """The part of all values that pass through these layers which each of them sees: what its alpha costs."""
-    seen: dict[str, int] = dict.fromkeys(evaluations.layers, 0)
+def _settings(sets: Sets, count: int) -> list[Setting]:
+    """What was evaluated with alpha in at most so many layers."""
+    return [s for s in sets.usable() if isinstance(s, tuple) and sum(alpha != 0 for alpha in s) <= count]
 
-    def counter(name: str):  # type: ignore[no-untyped-def]
-        def count(module: torch.nn.Module, given: tuple[Tensor, ...]) -> None:
-            seen[name] += given[0].numel()
+
+def _share_of_values(evaluations: Evaluations) -> dict[str, float]:
+    """For every layer its share of all values that pass through these layers: the cost of its alpha in serving."""
+    values: dict[str, int] = dict.fromkeys(evaluations.layers, 0)
+
+    def counter(name: str) -> Any:
+        def count(module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            values[name] += inputs[0].numel()
 
         return count
 
@@ -278,5 +211,5 @@ def _work(evaluations: Evaluations) -> dict[str, float]:
     finally:
         for handle in handles:
             handle.remove()
-    total = sum(seen.values()) or 1
-    return {name: values / total for name, values in seen.items()}
+    total = sum(values.values()) or 1
+    return {name: count / total for name, count in values.items()}

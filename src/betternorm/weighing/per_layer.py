@@ -1,99 +1,87 @@
-"""One alpha per layer, fitted by gradient and judged on held-out folds."""
+"""One alpha per layer, fitted by gradient and cross-validated. Deprecated in favor of `fit_alpha(..., per="layer")`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from betternorm.display.progress import Bar
-from betternorm.layers import GroupedBatchNorm
 from betternorm.weighing.batches import device_of, evaluating, example_keys, select, with_input_changed
 from betternorm.weighing.evaluation import Evaluations
-from betternorm.weighing.evidence import ENOUGH_TO_JUDGE, Gain
+from betternorm.weighing.evidence import Gain, gain_between
 from betternorm.weighing.folds import Folds
-from betternorm.weighing.metrics import CALIBRATED, METRICS, SHARES, Metric
-from betternorm.weighing.result import AlphaSearch, PerLayer
-from betternorm.weighing.scale import alpha_of, to_u
-from betternorm.weighing.shifted import ShiftedSets
+from betternorm.weighing.gradients import Loss, differentiable_loss, with_alphas
+from betternorm.weighing.judging import Judge, SingleAlpha
+from betternorm.weighing.metrics import CALIBRATED
+from betternorm.weighing.objective import Sets
+from betternorm.weighing.result import PerLayer
+from betternorm.weighing.resume import SAVE_EVERY
+from betternorm.weighing.scale import alpha_of, u_of
 from betternorm.weighing.shifts import Shift
 from betternorm.weighing.temperature import at_inverse, best_inverse
 
 PER_LAYER_RATE = 0.02  # of Adam, in u
 
 
-def tune_per_layer(
-    evaluations: Evaluations,
-    split: Folds,
-    single: AlphaSearch,
-    epochs: int,
-    seed: int,
-    sets: ShiftedSets | None = None,
-) -> PerLayer:
-    """Fit one alpha per layer and judge it on the folds that one alpha for all was judged on."""
-    aim = single.objective
-    alphas, temperature, held_out = _fit(
-        evaluations, split, aim, single.best[aim] if sets is None else sets.chosen, epochs
-    )
-
-    def gain(metric: str, before: Tensor) -> Gain:
-        return evaluations.gain(metric, before, held_out[metric], single.confidence, seed)
-
-    gains = {metric: gain(metric, split.as_trained(metric)) for metric in single.gains}
-    if sets is None:
-        against = gain(aim, split.single(aim, aim) if single.significant else split.as_trained(aim))
-        allowed = True
-    else:
-        against = sets.against_single(single, held_out, seed)
-        allowed = sets.allows(gains[aim])
+def tune_per_layer(sets: Sets, split: Folds, judge: Judge, single: SingleAlpha, epochs: int) -> PerLayer:
+    """Fit one alpha per layer, and judge it on the same folds as one alpha for all layers."""
+    evaluations, objective = sets.clean, sets.objective.metric
+    alphas, temperature, held_out = _fit(evaluations, split, objective.name, single.alpha, epochs)
+    gains = {name: _gain(judge, name, held_out[name]) for name in judge.metrics}
+    before = judge.at_baseline()
+    if single.significant:
+        before = {name: column.held_out(single.by_fold) for name, column in judge.columns.items()}
+    after = {name: held_out[objective.name if name == "clean" else (objective.name, name)] for name in judge.columns}
+    against = judge.gain_of_numbers(before, after)
+    drop = (-1 if objective.higher_is_better else 1) * gains[objective.name].difference
+    most = math.inf if judge.rule.max_clean_drop is None else judge.rule.max_clean_drop
     return PerLayer(
         alphas=alphas,
         gains=gains,
         against_single=against,
-        kept=against.is_certain(evaluations.metrics[aim]) and allowed and single.judged_on >= ENOUGH_TO_JUDGE,
+        kept=judge.is_significant(against) and drop <= most,
         passes=epochs + 1,
         temperature=temperature,
     )
 
 
+def _gain(judge: Judge, name: str, after: Tensor) -> Gain:
+    column = judge.metrics[name]
+    before = column.held_out([judge.baseline] * judge.folds)
+    return gain_between(column.metric, before, after, column.counts, column.units, (), judge.confidence, judge.seed)
+
+
 def _fit(
     evaluations: Evaluations, split: Folds, objective: str, start: float, epochs: int
-) -> tuple[dict[str, float], float | None, dict[str, Tensor]]:
-    """Fit a row of alphas for every fold, on the other folds, and one on all the data; a temperature goes along.
+) -> tuple[dict[str, float], float | None, dict[Any, Tensor]]:
+    """Fit one row of alphas and a temperature for every fold, on the other folds, and one on all the data.
 
     Returns:
-        The last row, by layer name, its temperature, and the numbers of every metric, each at the alphas (and the
-        temperature) that were fitted without it.
+        The last row by layer name, its temperature, and the numbers of every metric on held-out folds.
     """
-    # At the ends the derivative of alpha by u is zero, and nothing would move.
-    u = float(to_u(min(max(start, 0.005), 0.995)))
+    # At 0 and 1 the derivative of alpha with respect to u is zero.
+    u = float(u_of(torch.tensor(min(max(start, 0.005), 0.995), dtype=torch.float64)))
     rows = torch.full((split.count + 1, len(evaluations.layers) + 1), u, device=device_of(evaluations.model))
+    rows[:, -1] = 0
     if CALIBRATED in evaluations.values:
-        curves, counts, folds = (
-            evaluations.values[CALIBRATED][start],
-            evaluations.counts[CALIBRATED],
-            split.of(CALIBRATED),
-        )
+        column = evaluations.column(CALIBRATED, split.of(CALIBRATED))
         for row in range(len(rows)):  # the last one is outside no fold
-            inverse = best_inverse(curves[folds != row], counts[folds != row])
+            chosen = column.folds != row
+            inverse = best_inverse(column.values[start][chosen], column.counts[chosen])
             rows[row, -1] = math.log(max(inverse, 0.01))
-    else:
-        rows[:, -1] = 0
     rows.requires_grad_()
-    _descend(evaluations, split, rows, _loss(evaluations.metrics[objective]), epochs)
+    _descend(evaluations, split, rows, differentiable_loss(evaluations.metrics[objective]), epochs)
     fitted, inverses = alpha_of(rows.detach()[:, :-1]), rows.detach()[:, -1].exp().tolist()
     alphas = {name: float(f"{alpha:.6g}") for name, alpha in zip(evaluations.layers, fitted[-1].tolist(), strict=True)}
     temperature = 1 / inverses[-1] if CALIBRATED in evaluations.values else None
     return alphas, temperature, _evaluate_rows(evaluations, split, fitted, inverses)
 
 
-def _descend(
-    evaluations: Evaluations, split: Folds, rows: Tensor, loss: Callable[[Any, Any, Tensor], Tensor], epochs: int
-) -> None:
+def _descend(evaluations: Evaluations, split: Folds, rows: Tensor, loss: Loss, epochs: int) -> None:
     """Adam on all rows at once, row k on examples outside fold k; the last row is outside no fold."""
     optimizer = torch.optim.Adam([rows], lr=PER_LAYER_RATE)
     begun: dict[str, Any] = {"from": rows.detach().clone(), "epochs": epochs}
@@ -113,34 +101,29 @@ def _descend(
                 for batch in evaluations.batches():
                     steps += 1
                     if steps > done:
-                        # Under shifts the clean batch and the shifted ones in turn: that is the mean over all of them.
+                        # The clean batch and the shifted ones take turns, which optimizes the mean over all of them.
                         turn = steps % (len(shifts) + 1)
                         shift = shifts[turn - 1] if turn else None
                         rows.grad = _gradient(evaluations, split, rows, loss, batch, shift)
                         optimizer.step()
                         now = {"steps": steps, "rows": rows.detach().clone(), "optimizer": optimizer.state_dict()}
                         evaluations.fit = begun | now
-                        evaluations.save_now_and_then()
+                        evaluations.save(SAVE_EVERY)
                     bar.advance()
     finally:
         evaluations.save()
 
 
 def _gradient(
-    evaluations: Evaluations,
-    split: Folds,
-    rows: Tensor,
-    loss: Callable[[Any, Any, Tensor], Tensor],
-    batch: Any,
-    shift: Shift | None,
+    evaluations: Evaluations, split: Folds, rows: Tensor, loss: Loss, batch: Any, shift: Shift | None
 ) -> Tensor:
     fold = split.of_rows(example_keys(batch))
     gradient = torch.zeros_like(rows)
-    shown = batch if shift is None else with_input_changed(batch, shift)
+    shifted = batch if shift is None else with_input_changed(batch, shift)
     for row in range(len(rows)):
-        part = select(shown, fold != row)
+        part = select(shifted, fold != row)
         if part is not None:
-            with _replaced(evaluations.layers, alpha_of(rows[row, :-1])):
+            with with_alphas(evaluations.layers, alpha_of(rows[row, :-1])):
                 value = loss(*evaluations.forward(evaluations.model, part), rows[row, -1].exp())
             gradient += torch.autograd.grad(value, rows)[0]
     return gradient
@@ -148,15 +131,15 @@ def _gradient(
 
 def _evaluate_rows(
     evaluations: Evaluations, split: Folds, fitted: Tensor, inverses: Sequence[float]
-) -> dict[str, Tensor]:
+) -> dict[Any, Tensor]:
     """The numbers of every metric for every row of ``fitted``, on the fold it was fitted without."""
     keys: list[Tensor] = []
-    values: dict[str, list[Tensor]] = {name: [] for name in evaluations.metrics}
-    per_batch = {name: len(counts) != len(evaluations.keys) for name, counts in evaluations.counts.items()}
+    values: dict[Any, list[Tensor]] = {key: [] for key in evaluations.metrics}
+    per_batch = {key: len(counts) != len(evaluations.keys) for key, counts in evaluations.counts.items()}
     with (
         evaluating(evaluations.model),
         torch.inference_mode(),
-        Bar("judging one alpha per layer", evaluations.length(), evaluations.progress) as bar,
+        Bar("evaluating one alpha per layer", evaluations.length(), evaluations.progress) as bar,
     ):
         for batch in evaluations.batches():
             batch_keys = example_keys(batch)
@@ -164,48 +147,13 @@ def _evaluate_rows(
             for row in range(split.count):
                 part = select(batch, fold == row)
                 if part is not None:
-                    with _replaced(evaluations.layers, fitted[row]):
-                        measured = evaluations.measured(evaluations.parts(part))
+                    with with_alphas(evaluations.layers, fitted[row]):
+                        measured, _, _ = evaluations.measure(evaluations.with_shifts(part))
                     keys.append(batch_keys[fold == row])
-                    for name, (found, _) in measured.items():
-                        fits = evaluations.metrics[name].fitted is not None
-                        values[name].append(at_inverse(found, inverses[row]) if fits else found)
+                    for key, (numbers, _) in measured.items():
+                        fits = evaluations.metrics[key].fitted is not None
+                        values[key].append(at_inverse(numbers, inverses[row]) if fits else numbers)
             bar.advance()
     by_example = torch.cat(keys).argsort(stable=True)
     by_batch = torch.stack([part.sum() for part in keys]).argsort(stable=True)
-    return {name: torch.cat(parts)[by_batch if per_batch[name] else by_example] for name, parts in values.items()}
-
-
-def _loss(metric: Metric) -> Callable[[Any, Any, Tensor], Tensor]:
-    """Of output, targets and an inverse temperature."""
-    if metric.name in (*SHARES, CALIBRATED):  # accuracies have no gradient, and after a temperature they have one
-
-        def softened(output: Any, target: Any, inverse: Tensor) -> Tensor:
-            return METRICS["cross_entropy"].function(output * inverse, target).mean()  # type: ignore[no-any-return]
-
-        return softened
-
-    def loss(output: Any, target: Any, inverse: Tensor) -> Tensor:
-        found = metric.function(output, target)
-        value = found[0] if isinstance(found, tuple) else found
-        if not isinstance(value, Tensor) or not value.requires_grad:
-            raise ValueError(
-                f"per_layer=True follows the gradient of the objective, and {metric.name!r} has none; "
-                "let it return a tensor made by differentiable operations, or choose objective='cross_entropy'"
-            )
-        return (-value.mean() if metric.higher_is_better else value.mean()) + 0 * inverse
-
-    return loss
-
-
-@contextmanager
-def _replaced(layers: Mapping[str, GroupedBatchNorm], alphas: Tensor) -> Iterator[None]:
-    """The layers with these alphas, as tensors that gradients flow to."""
-    before = [layer._alpha for layer in layers.values()]
-    try:
-        for layer, alpha in zip(layers.values(), alphas.unbind(), strict=True):
-            layer._alpha = alpha
-        yield
-    finally:
-        for layer, earlier in zip(layers.values(), before, strict=True):
-            layer._alpha = earlier
+    return {key: torch.cat(parts)[by_batch if per_batch[key] else by_example] for key, parts in values.items()}

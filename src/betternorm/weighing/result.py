@@ -1,11 +1,11 @@
-"""What a search for alpha found: the table of alphas tried, the gains on held-out data, and what was set."""
+"""The results of a search for alpha: the alphas evaluated, the gains on held-out folds, and what was set."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,30 +15,32 @@ from betternorm.weighing.metrics import SHARES
 from betternorm.weighing.scale import from_u, to_u
 
 
-@dataclass
+@dataclass(frozen=True)
 class AlphaSearch:
-    """What `tune_alpha` found.
+    """The result of `tune_alpha`.
 
     Attributes:
-        alpha: what is now set on the model: a number, or a dict by layer name.
-        objective: the metric that chose it.
-        baseline: the alpha of the network as it was trained: 0 with BatchNorm, 1 with GroupNorm.
-        table: a row for every alpha tried, with the value of every metric on all the data.
-        best: for every metric, the best alpha tried.
-        gains: for every metric, the gain on held-out folds.
-        significant: whether the interval of the objective's gain leaves out zero. Under shifts it is the gain in what
-            the rule weighs.
-        judged_on: how many different examples (or batches) that rests on.
-        worse: the metrics that are certainly worse with the alpha that was set.
-        temperature: what the logits are best divided by with that alpha; None where there are no logits.
-        temperature_folded_into: the layer that was divided by it, where that was asked for.
-        against_temperature: the change of the cross-entropy from the network as trained, held out, by "temperature
-            alone", "alpha alone" and "both".
-        shifts: the scores on shifted data, where those were asked for.
-        per_layer: the result with one alpha per layer, where that was asked for.
-        few_layers: the result with alpha in a few layers, where that was asked for.
-        examples, passes, evaluations: the cost: examples, iterations of the loader, and alphas tried (an evaluation
-            is a forward pass of all examples; a step of the search evaluates several alphas in one iteration).
+        alpha: the alpha that is set now: a number, or a dict by layer name.
+        objective: the metric that was optimized.
+        baseline: the alpha that leaves the model unchanged: 0 for BatchNorm, 1 for GroupNorm.
+        table: one row per alpha evaluated, with every metric on all data.
+        best: the best alpha for every metric.
+        gains: the gain in every metric on held-out folds.
+        significant: whether the confidence interval of the objective's gain excludes zero. With shifts, this is the
+            gain in the mean that the rule maximizes.
+        judged_on: the number of distinct examples (or batches) that this is based on.
+        worse: the metrics that are significantly worse with the alpha that is set.
+        temperature: the best temperature with that alpha; None for models without logits.
+        temperature_folded_into: the layer that was divided by the temperature, if requested.
+        against_temperature: the gain in cross-entropy over the baseline, held out, by "temperature alone", "alpha
+            alone" and "both".
+        non_finite: for alphas with NaN or infinite outputs, the number of these outputs. Such alphas are not chosen;
+            if the baseline is among them, there is no verdict.
+        shifts: the scores on shifted data, if requested.
+        per_layer: the result with one alpha per layer, if requested.
+        few_layers: the result with alpha in a few layers, if requested.
+        examples, passes, evaluations: the cost: examples, passes over the loader, and alphas evaluated on all examples
+            (one pass evaluates several).
     """
 
     alpha: float | dict[str, float]
@@ -59,14 +61,20 @@ class AlphaSearch:
     temperature: float | None = None
     temperature_folded_into: str | None = None
     against_temperature: dict[str, Gain] | None = None
+    non_finite: list[dict[str, float]] = field(default_factory=list)
     shifts: ShiftEvidence | None = None
     per_layer: PerLayer | None = None
     few_layers: FewLayers | None = None
 
+    @property
+    def has_verdict(self) -> bool:
+        """False if outputs at the baseline are not finite, so that there is nothing to compare with."""
+        return all(row["alpha"] != self.baseline for row in self.non_finite)
+
     def __str__(self) -> str:
         metrics = list(self.gains)
         chosen = {self.best[metric] for metric in metrics} | {self.baseline}
-        tried = table(
+        evaluated = table(
             ["alpha", *metrics, ""],
             [
                 [f"{row['alpha']:.4g}", *(_shown(metric, row[metric]) for metric in metrics), self._mark(row["alpha"])]
@@ -74,17 +82,19 @@ class AlphaSearch:
                 if len(self.table) <= 40 or row["alpha"] in chosen
             ],
         )
-        parts = [tried, self._evidence()]
+        if not self.has_verdict:
+            return f"{evaluated}\n\n{self.verdict()}"
+        parts = [evaluated, self._evidence()]
         if self.against_temperature is not None:
             parts.append(self._four_rows(self.against_temperature))
         if self.shifts is not None:
             parts += self._shifted(self.shifts)
         if self.few_layers is not None:
-            parts.append(self._gain_against_cost(self.few_layers))
+            parts.append(self._gain_and_cost(self.few_layers))
         return "\n\n".join([*parts, self.verdict()])
 
     def _mark(self, alpha: float) -> str:
-        words = ["as trained"] if alpha == self.baseline else []
+        words = ["baseline"] if alpha == self.baseline else []
         best = [metric for metric, value in self.best.items() if value == alpha]
         return ", ".join(words + ([f"best {' and '.join(best)}"] if best else []))
 
@@ -95,28 +105,27 @@ class AlphaSearch:
         rows = [
             [name, metric, *_gain_cells(metric, gain)] for name, gains in settings for metric, gain in gains.items()
         ]
-        return table(["held out", "metric", "as trained", "tuned", "change", self._interval()], rows)
+        return table(["cross-validated", "metric", "baseline", "tuned", "gain", self._interval()], rows)
 
     def _four_rows(self, gains: Mapping[str, Gain]) -> str:
-        """Is it more than a temperature?"""
+        """Whether alpha does more than a temperature."""
         before = next(iter(gains.values())).before
-        rows = [["as trained", f"{before:.4f}", "", ""]]
+        rows = [["baseline", f"{before:.4f}", "", ""]]
         rows += [[name, *_gain_cells("cross_entropy", gain)[1:]] for name, gain in gains.items()]
-        return table(["held out", "cross_entropy", "change", self._interval()], rows)
+        return table(["cross-validated", "cross_entropy", "gain", self._interval()], rows)
 
     def _shifted(self, shifts: ShiftEvidence) -> list[str]:
         metric = self.objective
-        names = list(shifts.gains)
         trade = table(
             [metric, *(f"{row['alpha']:.3g}" for row in shifts.table)],
-            [[name, *(_shown(metric, row[name]) for row in shifts.table)] for name in names],
+            [[name, *(_shown(metric, row[name]) for row in shifts.table)] for name in shifts.gains],
         )
         rows = [[name, *_gain_cells(metric, gain)] for name, gain in shifts.gains.items()]
         rows.append([f"mean {shifts.over}", *_gain_cells(metric, shifts.mean)])
-        return [trade, table([f"{metric}, held out", "as trained", "tuned", "change", self._interval()], rows)]
+        return [trade, table([f"{metric}, cross-validated", "baseline", "tuned", "gain", self._interval()], rows)]
 
-    def _gain_against_cost(self, few: FewLayers) -> str:
-        """What is kept of the gain, and how much of the network cannot be folded for it."""
+    def _gain_and_cost(self, few: FewLayers) -> str:
+        """The share of the gain that is kept, and the share of the model that cannot be folded."""
         rows = [
             [
                 "all" if row is few.rows[-1] else str(row.layers),
@@ -129,47 +138,56 @@ class AlphaSearch:
             ]
             for row in few.rows
         ]
-        headers = ["layers", self._aim(), "change", self._interval(), "of the gain", "not folded", "alpha"]
+        headers = ["layers", self._aim(), "gain", self._interval(), "of the gain", "not folded", "alpha"]
         return table(headers, rows)
 
     def _aim(self) -> str:
-        """What was improved: the objective, or what the rule weighs of it."""
         return self.objective if self.shifts is None else f"{self.objective}, mean {self.shifts.over}"
 
     def _interval(self) -> str:
         return f"{self.confidence:.0%} interval"
 
     def verdict(self) -> str:
-        """What was set and why, what gets worse by it, and how it compares with a temperature."""
-        cost = f"{self.examples} examples, {self.evaluations} alphas, {self.passes} passes"
-        aim = self._aim()
-        if self.few_layers is not None:
-            few = self.few_layers
-            where = f"in {few.layers} of {len(few.rows[-1].alphas)} layers"
-            if isinstance(self.alpha, dict):
-                doubt = "" if few.certain else ", as asked, though the gain is not distinguishable from zero"
-                said = f"set alpha {where}: {', '.join(few.alphas) or 'none'}{doubt} ({cost})"
-            else:
-                said = f"the gain in {aim} of alpha {where} is not distinguishable from zero: alpha stays 0 ({cost})"
-        elif isinstance(self.alpha, dict):
-            low, high = min(self.alpha.values()), max(self.alpha.values())
-            said = f"set one alpha per layer, from {low:.4g} to {high:.4g}: better held out than one for all ({cost})"
-        elif not self.significant:
-            kept = "alpha stays" if self.alpha == self.baseline else "alpha was set, as asked, to"
-            why = f"the gain in {aim} is not distinguishable from zero"
-            if self.judged_on < ENOUGH_TO_JUDGE:
-                why = f"{self.judged_on} different examples are too few to judge a gain (at least {ENOUGH_TO_JUDGE})"
-            said = f"{why}: {kept} {self.alpha:.4g} ({cost})"
-        else:
-            said = f"set alpha = {self.alpha:.4g}, the best for {aim} ({cost})"
+        """What was set and why, and which metrics are worse."""
+        cost = f"{_count(self.examples, 'example')}, {_count(self.evaluations, 'alpha')}, {_count(self.passes, 'pass')}"
+        lines = [f"{self._decision()} ({cost})"]
         gains = self.gains_as_set()
-        lines = [said]
         for metric in self.worse:
             _, _, change, interval = _gain_cells(metric, gains[metric])
-            lines.append(f"{metric} gets worse: {change}{' points' if metric in SHARES else ''} ({interval})")
+            lines.append(f"{metric} is worse: {change}{' points' if metric in SHARES else ''} ({interval})")
+        if self.has_verdict and self.non_finite:
+            alphas = ", ".join(f"{row['alpha']:.4g}" for row in self.non_finite)
+            lines.append(f"outputs are not finite at alpha {alphas}, which was excluded")
         if self.temperature_folded_into is not None:
             lines.append(f"{self.temperature_folded_into} was divided by the temperature, {self.temperature:.4g}")
         return "\n".join(lines)
+
+    def _decision(self) -> str:
+        insignificant = f"the gain in {self._aim()} is not significant"
+        few = self.few_layers
+        if not self.has_verdict:
+            count = next(int(row["outputs"]) for row in self.non_finite if row["alpha"] == self.baseline)
+            return (
+                f"no verdict: {_count(count, 'output')} of the model {'is' if count == 1 else 'are'} NaN or infinite "
+                f"at the baseline, alpha {self.baseline:.4g}; alpha unchanged. Check the inputs and the checkpoint"
+            )
+        if few is not None:
+            where = f"in {few.layers} of {len(few.rows[-1].alphas)} layers"
+            if isinstance(self.alpha, dict):
+                doubt = "" if few.certain else ", as requested, although the gain is not significant"
+                return f"set alpha {where}: {', '.join(few.alphas) or 'none'}{doubt}"
+            return f"the gain in {self._aim()} of alpha {where} is not significant: alpha unchanged"
+        if isinstance(self.alpha, dict):
+            low, high = min(self.alpha.values()), max(self.alpha.values())
+            return f"set one alpha per layer, from {low:.4g} to {high:.4g}: better than one for all layers"
+        if self.significant:
+            return f"set alpha = {self.alpha:.4g}, the best for {self._aim()}"
+        if self.judged_on < ENOUGH_TO_JUDGE:
+            insignificant = (
+                f"{_count(self.judged_on, 'distinct example')} are too few to judge a gain (at least {ENOUGH_TO_JUDGE})"
+            )
+        kept = "unchanged" if self.alpha == self.baseline else f"set to {self.alpha:.4g}, as requested"
+        return f"{insignificant}: alpha {kept}"
 
     def gains_as_set(self) -> dict[str, Gain]:
         """The gains of what was set: one alpha, one per layer, or a few layers."""
@@ -178,7 +196,7 @@ class AlphaSearch:
         return self.per_layer.gains if isinstance(self.alpha, dict) and self.per_layer else self.gains
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
-        """Draw every metric against alpha; returns the matplotlib figure, and writes it where ``path`` is given."""
+        """Draw every metric against alpha; returns the matplotlib figure, and writes it if ``path`` is given."""
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
@@ -202,33 +220,16 @@ class AlphaSearch:
         return figure
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers, strings, lists and dicts, as `save` writes them."""
+        """Numbers, strings, lists and dicts, as `save` writes them."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> AlphaSearch:
-        plain = dict(values)
-        plain["gains"] = {metric: Gain(**gain) for metric, gain in plain["gains"].items()}
-        if plain.get("against_temperature") is not None:
-            plain["against_temperature"] = {n: Gain(**gain) for n, gain in plain["against_temperature"].items()}
-        if plain.get("shifts") is not None:
-            shifts = dict(plain["shifts"])
-            if "max_clean_loss" in shifts:  # written by version 0.1
-                shifts["max_clean_drop"] = shifts.pop("max_clean_loss")
-            shifts["gains"] = {name: Gain(**gain) for name, gain in shifts["gains"].items()}
-            shifts["mean"] = Gain(**shifts["mean"])
-            plain["shifts"] = ShiftEvidence(**shifts)
-        if plain["per_layer"] is not None:
-            layered = dict(plain["per_layer"])
-            layered["gains"] = {metric: Gain(**gain) for metric, gain in layered["gains"].items()}
-            layered["against_single"] = Gain(**layered["against_single"])
-            plain["per_layer"] = PerLayer(**layered)
-        if plain.get("few_layers") is not None:
-            few = dict(plain["few_layers"])
-            few["gains"] = {metric: Gain(**gain) for metric, gain in few["gains"].items()}
-            few["rows"] = [LayersRow(**(row | {"gain": Gain(**row["gain"])})) for row in few["rows"]]
-            plain["few_layers"] = FewLayers(**few)
-        return cls(**plain)
+        """The inverse of `to_dict`; reads what version 0.1 wrote, too."""
+        result: AlphaSearch = _decoded(dict(values))
+        if not isinstance(result, cls):
+            raise ValueError(f"this is not the result of a search for alpha: {', '.join(values) or 'empty'}")
+        return result
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write as JSON."""
@@ -240,17 +241,17 @@ class AlphaSearch:
         return cls.from_dict(json.loads(Path(path).read_text()))
 
 
-@dataclass
+@dataclass(frozen=True)
 class PerLayer:
-    """One alpha per layer, fitted by gradient and judged on held-out folds.
+    """One alpha per layer, fitted by gradient and cross-validated.
 
     Attributes:
-        alphas: by layer name, fitted on all the data.
-        gains: for every metric, the gain over the network as trained, held out.
+        alphas: by layer name, fitted on all data.
+        gains: the gain in every metric over the baseline, held out.
         against_single: the gain in the objective over the best single alpha, held out.
-        kept: whether that gain's interval leaves out zero.
-        passes: further iterations of the loader.
-        temperature: fitted along with them, on all the data.
+        kept: whether that gain is significant.
+        passes: additional passes over the data.
+        temperature: fitted together with the alphas, on all data.
     """
 
     alphas: dict[str, float]
@@ -261,15 +262,15 @@ class PerLayer:
     temperature: float | None = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class LayersRow:
-    """Alpha in at most so many layers.
+    """Alpha in at most ``layers`` layers.
 
     Attributes:
         alphas: by layer name.
         gain: in the objective, held out.
-        work: of all values that pass through norm layers, the part that passes through these, which cannot be folded.
-        share: of the gain of one alpha in all layers; None where that gains nothing.
+        work: the share of all values passing through norm layers that passes through these, which cannot be folded.
+        share: of the gain of one alpha in all layers; None if there is no significant gain to share, or a loss.
     """
 
     layers: int
@@ -279,18 +280,18 @@ class LayersRow:
     share: float | None = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class FewLayers:
-    """Alpha in a few layers, so that the others can be folded.
+    """Alpha in a few layers, so that all others can be folded.
 
     Attributes:
-        layers: how many were asked for.
-        alphas: by layer name, the others having none.
-        gains: for every metric, the gain over the network as trained, held out, on the data as they are.
-        rows: gain against cost, for several numbers of layers; the last is one alpha in all. Under shifts it is the
-            gain in what the rule weighs.
-        certain: whether the interval of that gain leaves out zero.
-        passes, evaluations: further iterations of the loader, and forward passes' worth of all examples.
+        layers: the number of layers requested.
+        alphas: by layer name; all others have none.
+        gains: the gain in every metric over the baseline, held out, on clean data.
+        rows: gain and cost for several numbers of layers; the last is one alpha in all. With shifts, the gain is that
+            in the mean that the rule maximizes.
+        certain: whether that gain is significant.
+        passes, evaluations: additional passes over the loader, and their cost in forward passes over all examples.
     """
 
     layers: int
@@ -302,15 +303,15 @@ class FewLayers:
     evaluations: int
 
 
-@dataclass
+@dataclass(frozen=True)
 class ShiftEvidence:
     """The objective on clean and on shifted data.
 
     Attributes:
-        max_clean_drop: the rule: None for the best mean over all sets, else the most that clean data may lose.
-        table: a row for every alpha tried, with the score on every set: the trade.
-        gains: for every set, what the rule's choice gains, held out.
-        mean: the same for the mean that the rule weighs.
+        max_clean_drop: the rule: None for the best mean over all sets, or the largest drop allowed on clean data.
+        table: one row per alpha evaluated, with the score on every set.
+        gains: the gain of the chosen alpha on every set, held out.
+        mean: the gain in the mean that the rule maximizes.
     """
 
     max_clean_drop: float | None
@@ -322,7 +323,21 @@ class ShiftEvidence:
     def over(self) -> str:
         if self.max_clean_drop is None:
             return "over clean and shifted data"
-        return f"over shifted data at a clean cost of at most {self.max_clean_drop:g}"
+        return f"over shifted data at a clean drop of at most {self.max_clean_drop:g}"
+
+
+def _decoded(value: Any) -> Any:
+    """Rebuild the classes of this module from dicts that have their fields."""
+    if isinstance(value, list):
+        return [_decoded(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    value = {"max_clean_drop" if key == "max_clean_loss" else key: _decoded(item) for key, item in value.items()}
+    for kind in (AlphaSearch, FewLayers, LayersRow, PerLayer, ShiftEvidence, Gain):
+        required = {f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING}
+        if required <= value.keys() <= {f.name for f in fields(kind)}:
+            return kind(**value)
+    return value
 
 
 def _gain_cells(metric: str, gain: Gain) -> list[str]:
@@ -335,7 +350,12 @@ def _gain_cells(metric: str, gain: Gain) -> list[str]:
 
 
 def _shown(metric: str, value: float, sign: bool = False) -> str:
-    """Shares in per cent, the rest as they are."""
+    """Accuracies in percent."""
     number = value * 100 if metric in SHARES else value
     places = 2 if metric in SHARES else 4
     return f"{number:{'+' if sign else ''}.{places}f}"
+
+
+def _count(number: int, noun: str) -> str:
+    plural = noun if number == 1 else f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{number} {plural}"

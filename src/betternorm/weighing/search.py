@@ -1,7 +1,6 @@
-"""The search for the alpha that is best for a trained network, with the evidence for it (section 3.1).
+"""`tune_alpha`: choose alpha for a pretrained model on labeled data, with cross-validated gains (section 3.1).
 
-Alpha can be chosen long after training, on labelled data that the network was not trained on. The way of the data:
-layers, calibration, evaluation, folds, gains, result.
+In three stages: settings of alpha are evaluated, one of them is chosen, and the choice is judged on held-out folds.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,24 +17,26 @@ from torch import nn
 from betternorm.conversion.convert import convert
 from betternorm.deprecation import renamed_parameters
 from betternorm.errors import UncertainGainWarning
+from betternorm.layers import GroupedBatchNorm
 from betternorm.layers.checks import checked_alpha
 from betternorm.weighing.alpha import alpha_as_trained, tuned_layers, weighed_layers
 from betternorm.weighing.batches import Forward, check_max_examples, device_of, evaluating, iterate, output_and_target
 from betternorm.weighing.calibration import calibrate, has_no_averages
 from betternorm.weighing.evaluation import Evaluations, Setting, shift_of
-from betternorm.weighing.evidence import ENOUGH_TO_JUDGE, Gain
-from betternorm.weighing.few_layers import check_layers, setting_of, tune_few_layers
+from betternorm.weighing.evidence import Gain
+from betternorm.weighing.few_layers import check_layers, evaluate_few_layers, judge_few_layers
 from betternorm.weighing.folds import Folds
-from betternorm.weighing.metrics import CALIBRATED, METRICS, AnyMetric, named_metrics, weighted_mean
+from betternorm.weighing.judging import Judge, SingleAlpha
+from betternorm.weighing.metrics import CALIBRATED, METRICS, AnyMetric, Metric, named_metrics, weighted_mean
+from betternorm.weighing.objective import Objective, Sets, Shifts, best_for, choose
 from betternorm.weighing.per_layer import tune_per_layer
-from betternorm.weighing.result import AlphaSearch
+from betternorm.weighing.result import AlphaSearch, FewLayers, PerLayer, ShiftEvidence
 from betternorm.weighing.scale import alpha_at
-from betternorm.weighing.shifted import ShiftedSets, Shifts
 from betternorm.weighing.temperature import best_inverse, divide_last_linear, is_at_the_end
 
 # Steps of the search, in u.
 COARSEST, FINEST = 1 / 4, 1 / 32
-WORTH_A_PASS = 0.05  # how far the lowest point must be from the best one tried, as a part of the bracket
+WORTH_A_PASS = 0.05  # least distance of the parabola's minimum from the best alpha tried, as a share of the bracket
 
 
 @renamed_parameters(
@@ -67,253 +68,304 @@ def tune_alpha(
     seed: int = 0,
     progress: bool | None = None,
 ) -> AlphaSearch:
-    """Find the alpha that is best for a trained network, set it, and return the evidence.
+    """Choose alpha for a pretrained model on labeled data, set it, and return the results of the search.
 
-    A plain model is converted in place (``convert(model, "weighed")``), which changes nothing about what it computes.
-    GroupNorm and InstanceNorm layers that have no moving averages yet are calibrated, on ``stats_loader`` or else on
-    ``loader`` without its labels. In a network with layers of both kinds alpha is tuned where statistics reach across
-    examples, and stays 1 elsewhere.
+    A plain model is converted in place with ``convert(model, "weighed")``, which does not change its outputs.
+    GroupNorm and InstanceNorm layers without moving averages are calibrated first, on ``stats_loader`` or on ``loader``
+    without its labels. In a model with both BatchNorm and GroupNorm layers, alpha is tuned in the BatchNorm layers.
 
-    The search is adaptive: five alphas in the first iteration of the loader, then in each further one the neighbours of
-    the best so far of every metric, halving the step, and at last the lowest point of a parabola through the objective:
-    five iterations at most. Between them only some numbers for every image and alpha are kept. The loader must give
-    the same examples every time, in any order: no random augmentation.
+    The search takes at most five passes over the data: five alphas in the first, then the neighbors of the best alpha
+    of each metric at half the step, and finally the minimum of a parabola through the objective. Only a few numbers per
+    image and alpha are kept. The loader must yield the same examples in every pass, in any order: no random
+    augmentation.
 
-    Part of what alpha does to the cross-entropy is to soften outputs that are too sure, which one temperature does as
-    well. So every search of a classifier also fits a temperature, and the default objective is the cross-entropy after
-    it: what no temperature can give. ``found.temperature`` holds it.
+    Part of the effect of alpha on the cross-entropy is to soften overconfident outputs, which a single temperature does
+    as well. For classifiers a temperature is therefore fitted for every alpha, and the default objective is the
+    cross-entropy after temperature scaling. ``result.temperature`` is the temperature for the chosen alpha.
 
-    The evidence is honest about the choice: the data falls into ``folds``; for each, alpha and the temperature are
-    fitted on the others and judged where they were not. The interval of the objective's gain is wide enough for the
-    best of all alphas tried. Where it includes zero, or where there are fewer than 50 different examples, there is a
-    warning, and alpha stays as the network was trained.
+    Gains are cross-validated: for each of ``folds`` folds, alpha and temperature are fitted on the other folds and
+    evaluated on the held-out one. The confidence interval of the objective is corrected for the number of alphas tried.
+    If it includes zero, or if there are fewer than 50 distinct examples, a warning is issued and alpha is left
+    unchanged.
 
     Args:
-        loader: batches (x, y), or dicts with "image" and "label" (or similar names), to be iterated several times.
+        model: a model with BatchNorm, GroupNorm or InstanceNorm layers.
+        loader: batches (x, y), or dicts with "image" and "label" (or similar names); iterated several times.
         metrics: names ("top1", "top5", "cross_entropy", "calibrated_cross_entropy", "ece"), `Metric` objects, or
-            metrics of torchmetrics.
-        objective: the metric to optimise, one of ``metrics`` or another; None is "calibrated_cross_entropy", and with
-            ``shifts`` "top1".
-        layers: put alpha into at most so many layers, those that carry most of the gain, so that the others can be
-            folded for serving (:func:`betternorm.fold`). Up to five take at most 30 forward passes' worth of the data
-            in all, however many layers the network has. The table shows what one, three, five and all layers gain, and
-            what they cost. With ``shifts`` the same rule chooses them, and a pass is one of the data and all shifts.
-        shifts: choose alpha on shifted data too: what :func:`betternorm.weighing.corruptions` returns, or a dict from
-            names to functions of the images or to loaders of shifted data. Every alpha is run on every shift.
-        max_clean_drop: the rule for ``shifts``. None takes the best mean over the clean data and all shifts; a number
-            the best mean over the shifts at a cost on the clean data of at most so much (points for top1 and top5).
-        per_layer: also fit one alpha per layer by gradient, and set those where they are better on held-out folds. It
-            takes ``epochs`` iterations, each with ``folds + 1`` forward and backward passes.
-        grid: instead of searching, try so many alphas (denser near 0 and 1), or exactly these, in one iteration.
-        fold_temperature: divide the last linear layer by the temperature, so that the network has it inside.
-        confidence: of the intervals.
-        require_significant: whether to leave alpha unchanged if the gain is not significant. False sets the best
-            alpha in any case.
-        forward: ``forward(model, batch)`` returns output and targets, for other kinds of batches and tasks.
-        max_examples: use only this many examples, the first ones.
-        resume: a file that keeps what has been evaluated. Interrupted, the same call goes on where it stopped.
-        progress: show a bar; None shows it on a terminal.
+            torchmetrics metrics.
+        objective: the metric to optimize, or the name of one of ``metrics``. None means "calibrated_cross_entropy", or
+            "top1" with ``shifts``.
+        layers: set alpha in at most this many layers, those with the largest gains, so that all others can be folded
+            for serving (:func:`betternorm.fold`). For up to five layers the search costs at most 30 forward passes over
+            the data, however many layers the model has. The result compares one, three, five and all layers.
+        shifts: choose alpha on shifted data too: the output of :func:`betternorm.weighing.corruptions`, or a dict from
+            names to functions of the images or to loaders of shifted data. Every alpha is evaluated on every shift.
+        max_clean_drop: how to choose alpha with ``shifts``. None maximizes the mean over the clean data and all shifts.
+            A number maximizes the mean over the shifts, with a drop on the clean data of at most this much (in
+            percentage points for top1 and top5).
+        per_layer: deprecated, use ``fit_alpha(..., per="layer")``. Also fit one alpha per layer by gradient, in
+            ``epochs`` passes, and set those if they are better on held-out folds.
+        grid: evaluate this many alphas (denser near 0 and 1), or exactly these, in one pass instead of searching.
+        fold_temperature: divide the last linear layer by the temperature.
+        folds: the number of folds for cross-validation.
+        confidence: the level of the intervals.
+        require_significant: leave alpha unchanged if the gain is not significant. False sets the best alpha anyway.
+        forward: ``forward(model, batch)`` returns outputs and targets, for other formats of batches and other tasks.
+        stats_loader: data for the moving averages of GroupNorm and InstanceNorm layers; given explicitly, those of
+            BatchNorm layers are recomputed too.
+        max_examples: use only the first so many examples.
+        resume: a file for intermediate results; the same call continues an interrupted search.
+        seed: for the assignment of folds and the resampling of intervals.
+        progress: show a progress bar; None shows it on a terminal.
+
+    Returns:
+        An :class:`AlphaSearch`.
 
     Examples::
 
-        found = betternorm.tune_alpha(model, val_loader)
-        print(found)
-        found.plot("alpha.png")
-        torch.save(model.state_dict(), "tuned.pt")  # alpha is inside
+        result = betternorm.tune_alpha(model, val_loader)
+        print(result)
+        result.plot("alpha.svg")
+        torch.save(model.state_dict(), "tuned.pt")  # alpha is part of the state_dict
     """
-    if objective is None:
-        objective = CALIBRATED if shifts is None else "top1"
-    judged = named_metrics(metrics)
-    aim = next(iter(named_metrics((objective,))))
-    judged |= {name: metric for name, metric in named_metrics((objective,)).items() if name not in judged}
-    if any(METRICS.get(name) is metric for name, metric in judged.items()):  # a classifier: it gets a temperature
-        judged |= {name: METRICS[name] for name in ("cross_entropy", CALIBRATED) if name not in judged}
+    measured, aim = _metrics(metrics, objective, "top1" if shifts is not None else CALIBRATED)
     candidates = alpha_grid(grid)
     check_max_examples(max_examples)
     if not 0 < confidence < 1:
         raise ValueError(f"confidence={confidence} must lie between 0 and 1, like 0.95")
     if folds < 2:
         raise ValueError(f"folds={folds} must be 2 or more")
-    if shifts is None and max_clean_drop is not None:
-        raise ValueError(f"max_clean_drop={max_clean_drop} is a rule for shifted data; give shifts=... too")
     if layers is not None and per_layer:
-        raise ValueError(f"layers={layers} does not go together with per_layer")
+        raise ValueError(f"layers={layers} cannot be combined with per_layer=True")
+    if per_layer:
+        warnings.warn('per_layer is deprecated; use fit_alpha(..., per="layer")', DeprecationWarning, stacklevel=3)
+    by_layer = "per_layer=True" if per_layer else None if layers is None else f"layers={layers}"
+    goal = Objective(measured[aim], shifts, max_clean_drop, by_layer, CALIBRATED in measured)
     if not weighed_layers(model):
         convert(model, "weighed")
     tuned = tuned_layers(model)
-    untuned = {name: layer.alpha for name, layer in tuned.items()}
+    before = {name: layer.alpha for name, layer in tuned.items()}
     baseline = alpha_as_trained(tuned)
     if layers is not None:
         check_layers(layers, list(tuned), baseline)
     run = forward or output_and_target
     try:
-        layer_by_layer = "per_layer=True" if per_layer else None if layers is None else f"layers={layers}"
-        sets = None if shifts is None else ShiftedSets(shifts, judged[aim], max_clean_drop, layer_by_layer)
-        calibrating = 0
+        passes = 0
         if stats_loader is not None or any(has_no_averages(layer) for layer in tuned.values()):
-            for layer in tuned.values():
-                layer.alpha = baseline
-            averaged = loader if stats_loader is None else stats_loader
-            calibrating = calibrate(model, averaged, max_examples=max_examples, forward=forward, progress=progress)
+            _set(tuned, baseline)
+            data = loader if stats_loader is None else stats_loader
+            passes = calibrate(model, data, max_examples=max_examples, forward=forward, progress=progress)
         evaluations = Evaluations(
             model,
             tuned,
             loader,
-            judged | (sets.metrics() if sets else {}),
+            measured | goal.metrics_under_shifts(),
             run,
             max_examples,
             resume,
             progress,
             baseline,
-            sets.functions if sets else None,
+            goal.functions,
         )
-        if sets is not None:
-            sets.attach(evaluations, resume)
-        _search(evaluations, aim, candidates, sets, follow_others=layers is None)
-        split = Folds(evaluations, min(folds, evaluations.groups()), seed)
-        result = _judge(evaluations, split, aim, confidence, seed)
-        if sets is not None:
-            sets.judge(result, split, seed)
-        if per_layer:
-            result.per_layer = tune_per_layer(evaluations, split, result, epochs, seed, sets)
-        if layers is not None:
-            result.few_layers = tune_few_layers(evaluations, split, result, layers, seed, sets)
+        sets = Sets(goal, evaluations, resume)
+        evaluate(sets, candidates, follow_others=layers is None)
+        extra_passes = 0 if layers is None else evaluate_few_layers(sets, layers)
+        split = Folds(evaluations, folds, seed)
+        judge = Judge(
+            columns=sets.columns(split),
+            metrics={name: evaluations.column(name, split.of(name)) for name in measured},
+            rule=goal.rule,
+            baseline=baseline,
+            folds=split.count,
+            confidence=confidence,
+            seed=seed,
+            reliable=not sets.non_finite().get(baseline),
+        )
+        single = judge_single(sets, judge)
+        layered = tune_per_layer(sets, split, judge, single, epochs) if per_layer else None
+        few = judge_few_layers(sets, judge, layers, single, extra_passes) if layers is not None else None
+        alpha, gains, certain = _decision(tuned, judge, single, layered, few, require_significant)
+        if layered is not None and alpha is layered.alphas:
+            temperature = layered.temperature
+        else:
+            temperature = _temperature(evaluations, alpha)
+        _set(tuned, alpha)
+        folded_into = _fold_temperature(model, temperature, run, loader) if fold_temperature else None
     except BaseException:
-        for name, alpha in untuned.items():
-            tuned[name].alpha = alpha
+        _set(tuned, before)
         raise
-    result.passes += calibrating
-    chosen = result.best[aim] if sets is None else sets.chosen
-    result.alpha = chosen if result.significant or not require_significant else baseline
-    if result.few_layers is not None:
-        few = result.few_layers
-        result.passes += few.passes
-        result.evaluations += few.evaluations
-        result.alpha = (
-            dict.fromkeys(tuned, baseline) | few.alphas if few.certain or not require_significant else baseline
-        )
-        if not few.certain:
-            warnings.warn(result.verdict(), UncertainGainWarning, stacklevel=3)
-        result.temperature = _temperature(
-            evaluations,
-            setting_of(evaluations, few.alphas) if isinstance(result.alpha, dict) and few.alphas else baseline,
-        )
-    elif result.per_layer is not None and result.per_layer.kept:
-        result.alpha = result.per_layer.alphas
-        result.temperature = result.per_layer.temperature
-    else:
-        if not result.significant:
-            warnings.warn(result.verdict(), UncertainGainWarning, stacklevel=3)
-        result.temperature = _temperature(evaluations, chosen if result.alpha != baseline else baseline)
-    result.worse = _worse(result, evaluations)
-    for name, layer in tuned.items():
-        layer.alpha = result.alpha[name] if isinstance(result.alpha, dict) else result.alpha
-    if fold_temperature:
-        _fold_temperature(model, result, run, loader)
+    result = AlphaSearch(
+        alpha=alpha,
+        objective=aim,
+        baseline=baseline,
+        table=[
+            {"alpha": alpha} | {name: column.average(alpha) for name, column in judge.metrics.items()}
+            for alpha in sorted(evaluations.single_alphas())
+        ],
+        best={name: best_for(column, sets.usable_alphas(), baseline) for name, column in judge.metrics.items()},
+        gains=single.gains,
+        significant=single.significant,
+        higher_is_better={name: metric.higher_is_better for name, metric in measured.items()},
+        examples=len(evaluations.keys),
+        passes=passes + evaluations.passes + (1 if few else 0),
+        evaluations=len(evaluations.single_alphas()) + (few.evaluations if few else 0),
+        folds=split.count,
+        confidence=confidence,
+        judged_on=judge.judged_on,
+        worse=[] if alpha == baseline else _worse(judge, gains),
+        temperature=temperature,
+        temperature_folded_into=folded_into,
+        against_temperature=_against_temperature(sets, judge),
+        non_finite=[
+            {"alpha": alpha, "outputs": count}
+            for alpha, count in sets.non_finite().items()
+            if not isinstance(alpha, tuple)
+        ],
+        shifts=single.shifts,
+        per_layer=layered,
+        few_layers=few,
+    )
+    if not certain:
+        warnings.warn(result.verdict(), UncertainGainWarning, stacklevel=3)
     return result
 
 
-def _worse(result: AlphaSearch, evaluations: Evaluations) -> list[str]:
-    """The metrics that are certainly worse with the alpha that was set."""
-    if result.alpha == result.baseline:
-        return []
-    return [name for name, gain in result.gains_as_set().items() if gain.is_certain_loss(evaluations.metrics[name])]
+def _metrics(metrics: Iterable[AnyMetric], objective: AnyMetric | None, default: str) -> tuple[dict[str, Metric], str]:
+    """All metrics by name, and the name of the objective."""
+    measured = named_metrics(metrics)
+    objective = default if objective is None else objective
+    if not isinstance(objective, str) or objective not in measured:
+        (aim,) = named_metrics((objective,)).values()
+        if measured.setdefault(aim.name, aim) != aim:
+            raise ValueError(f"two metrics are named {aim.name!r}; rename one of them with Metric(name, ...)")
+        objective = aim.name
+    if any(METRICS.get(name) is metric for name, metric in measured.items()):  # a classifier: fit a temperature
+        measured |= {name: METRICS[name] for name in ("cross_entropy", CALIBRATED) if name not in measured}
+    return measured, objective
 
 
-def _temperature(evaluations: Evaluations, alpha: Setting) -> float | None:
-    """The temperature that fits all the data best, and None where there are no logits or where nothing fits."""
+def _set(layers: Mapping[str, GroupedBatchNorm], alpha: float | Mapping[str, Any]) -> None:
+    for name, layer in layers.items():
+        layer.alpha = alpha[name] if isinstance(alpha, Mapping) else alpha
+
+
+def _decision(
+    layers: Mapping[str, GroupedBatchNorm],
+    judge: Judge,
+    single: SingleAlpha,
+    layered: PerLayer | None,
+    few: FewLayers | None,
+    require_significant: bool,
+) -> tuple[float | dict[str, float], dict[str, Gain], bool]:
+    """The alpha to set, the gains of the choice, and whether they are significant."""
+    alpha: float | dict[str, float]
+    alpha, gains, certain = single.alpha, single.gains, single.significant
+    if few is not None:
+        alpha, gains, certain = dict.fromkeys(layers, judge.baseline) | few.alphas, few.gains, few.certain
+    elif layered is not None and layered.kept:
+        alpha, gains, certain = layered.alphas, layered.gains, True
+    if not certain and (require_significant or not judge.reliable):
+        alpha = judge.baseline
+    return alpha, gains, certain
+
+
+def _worse(judge: Judge, gains: Mapping[str, Gain]) -> list[str]:
+    """The metrics that are significantly worse."""
+    return [name for name, gain in gains.items() if gain.is_certain_loss(judge.metrics[name].metric)]
+
+
+def _temperature(evaluations: Evaluations, alpha: float | dict[str, float]) -> float | None:
+    """The best temperature on all data; None if there are no logits or no temperature is best."""
     if CALIBRATED not in evaluations.values:
         return None
-    inverse = best_inverse(evaluations.values[CALIBRATED][alpha], evaluations.counts[CALIBRATED])
+    setting: Setting = tuple(alpha.values()) if isinstance(alpha, dict) else alpha
+    if setting not in evaluations.settings():  # alpha in no layer
+        setting = evaluations.baseline
+    column = evaluations.column(CALIBRATED)
+    inverse = best_inverse(column.values[setting], column.counts)
     return None if is_at_the_end(inverse) or inverse == 0 else 1 / inverse
 
 
-def _fold_temperature(model: nn.Module, result: AlphaSearch, run: Forward, loader: Iterable[Any]) -> None:
-    """Divide the last linear layer by the temperature, and see that the output is divided by it."""
-    if result.temperature is None:
+def _fold_temperature(model: nn.Module, temperature: float | None, run: Forward, loader: Iterable[Any]) -> str:
+    """Divide the last linear layer by the temperature, check the outputs, and return the name of the layer."""
+    if temperature is None:
         raise ValueError(
-            "fold_temperature=True, and there is none to fold: none from 1/16 to 16 fits, or the outputs are no logits"
+            "fold_temperature=True, and there is no temperature to fold: none between 1/16 and 16 minimizes the "
+            "cross-entropy, or the outputs are not logits"
         )
     batch = next(iterate(loader, None, device_of(model)))
     with evaluating(model), torch.inference_mode():
         before = run(model, batch)[0]
-    name = divide_last_linear(model, result.temperature)
+    name = divide_last_linear(model, temperature)
     with evaluating(model), torch.inference_mode():
         after = run(model, batch)[0]
-    if not torch.allclose(after * result.temperature, before, rtol=1e-3, atol=1e-4 * float(before.abs().max())):
-        divide_last_linear(model, 1 / result.temperature)
+    if not torch.allclose(after * temperature, before, rtol=1e-3, atol=1e-4 * float(before.abs().max())):
+        divide_last_linear(model, 1 / temperature)
         raise ValueError(
-            f"fold_temperature=True: the last linear layer, {name!r}, does not give the output of the network; divide "
-            "the logits by found.temperature yourself"
+            f"fold_temperature=True: the last linear layer, {name!r}, does not compute the output of the model; divide "
+            "the logits by result.temperature instead"
         )
-    result.temperature_folded_into = name
+    return name
 
 
-def _search(
-    evaluations: Evaluations,
-    objective: str,
-    grid: list[float] | None,
-    sets: ShiftedSets | None,
-    follow_others: bool = True,
-) -> None:
-    """Try alphas: those of the grid, or five and then ever closer neighbours of the best."""
+# ---- evaluate ----
 
-    def evaluate(alphas: Iterable[float]) -> None:
-        evaluations.evaluate(list(alphas))
-        if sets is not None:
-            sets.evaluate(list(alphas))
-        _check_temperature(evaluations, objective)
 
+def evaluate(sets: Sets, grid: list[float] | None, follow_others: bool) -> None:
+    """Evaluate single alphas: those of the grid, or five and then neighbors of the best at ever smaller steps."""
+    objective, clean = sets.objective.metric.name, sets.clean
     if grid is not None:
-        evaluate([evaluations.baseline, *grid])
+        sets.evaluate([clean.baseline, *grid])
+        _check_temperature(clean, objective)
         return
-    # A calibration error has no single valley: a network that knows nothing, and says so, is well calibrated.
+    # A calibration error may have several minima: a model that always predicts the class frequencies has none at all.
     followed = [
-        name
-        for name, metric in evaluations.metrics.items()
-        if (follow_others and metric.average is weighted_mean and not shift_of(name)) or name == objective
+        key
+        for key, metric in clean.metrics.items()
+        if key == objective or (follow_others and metric.average is weighted_mean and not shift_of(key))
     ]
 
-    def best(among: Collection[float]) -> set[float]:
-        """Of every metric; under shift, where every alpha costs many runs, by the rule alone."""
-        if sets is not None:
-            return {sets.choose(among=among)}
-        return {evaluations.best(metric, among=among) for metric in followed}
+    def best(position: Mapping[float, float]) -> set[float]:
+        """Of every metric; with shifts, where each alpha is expensive, by the rule only."""
+        usable = [alpha for alpha in sets.usable_alphas() if alpha in position]
+        if sets.objective.shifted:
+            return {choose(sets.columns(), sets.objective.rule, usable, clean.baseline)}
+        return {best_for(clean.column(key), usable, clean.baseline) for key in followed}
 
     steps = round(1 / COARSEST)
     position = {alpha_at(k / steps): k / steps for k in range(steps + 1)}
-    evaluate(position)
+    sets.evaluate(position)
+    _check_temperature(clean, objective)
     step = COARSEST
     while step > FINEST:
         step /= 2
         around_best = sorted(position[alpha] for alpha in best(position))
         position |= {alpha_at(v): v for u in around_best for v in (u - step, u + step) if 0 <= v <= 1}
-        evaluate(position)
-    if sets is not None:
+        sets.evaluate(position)
+    if sets.objective.shifted:
         return
-    u = position[evaluations.best(objective, among=position)]
+    column = clean.column(objective)
+    u = position[best_for(column, [alpha for alpha in sets.usable_alphas() if alpha in position], clean.baseline)]
     if step <= u <= 1 - step:
         around = [alpha_at(v) for v in (u - step, u, u + step)]
-        lowest = _vertex(
-            around, [evaluations.average(objective, evaluations.values[objective][alpha]) for alpha in around]
-        )
+        lowest = _vertex(around, [column.average(alpha) for alpha in around])
         if abs(lowest - around[1]) > WORTH_A_PASS * (around[2] - around[0]):
-            evaluate([float(f"{lowest:.6g}")])
+            sets.evaluate([float(f"{lowest:.6g}")])
 
 
 def _check_temperature(evaluations: Evaluations, objective: str) -> None:
-    if objective != CALIBRATED:
-        return
-    values = evaluations.values[CALIBRATED][evaluations.baseline]
-    if is_at_the_end(best_inverse(values, evaluations.counts[CALIBRATED])):
-        raise ValueError(
-            "no temperature from 1/16 to 16 fits: the sharper the outputs, the lower the cross-entropy. Either nearly "
-            "all examples are classified right, or the outputs are no logits; objective='cross_entropy' needs none"
-        )
+    if objective == CALIBRATED:
+        column = evaluations.column(CALIBRATED)
+        if is_at_the_end(best_inverse(column.values[evaluations.baseline], column.counts)):
+            raise ValueError(
+                "no temperature between 1/16 and 16 minimizes the cross-entropy: sharper outputs are always better. "
+                "Either nearly all examples are classified correctly, or the outputs are not logits; use "
+                "objective='cross_entropy' instead"
+            )
 
 
 def _vertex(x: Sequence[float], y: Sequence[float]) -> float:
-    """Where the parabola through three points is flat; between the outer two, the middle one being the best."""
+    """The extremum of the parabola through three points, of which the middle one is the best."""
     before, after = (y[1] - y[0]) / (x[1] - x[0]), (y[2] - y[1]) / (x[2] - x[1])
     if before == after or not math.isfinite(before - after):
         return x[1]
@@ -321,7 +373,7 @@ def _vertex(x: Sequence[float], y: Sequence[float]) -> float:
 
 
 def alpha_grid(grid: int | Sequence[float] | None) -> list[float] | None:
-    """The alphas that ``grid`` asks for: equally spaced in u where it is a number."""
+    """The alphas of ``grid``: equally spaced in u if it is a number."""
     if grid is None:
         return None
     if isinstance(grid, int):
@@ -331,45 +383,35 @@ def alpha_grid(grid: int | Sequence[float] | None) -> list[float] | None:
     return [checked_alpha(alpha) for alpha in grid]
 
 
-def _judge(evaluations: Evaluations, split: Folds, objective: str, confidence: float, seed: int) -> AlphaSearch:
-    names = [name for name in evaluations.metrics if not shift_of(name)]
+# ---- judge ----
 
-    def gain(metric: str, before: torch.Tensor, after: torch.Tensor, chosen: bool) -> Gain:
-        return evaluations.gain(metric, before, after, confidence, seed, chosen)
 
-    gains = {
-        metric: gain(metric, split.as_trained(metric), split.single(objective, metric), metric == objective)
-        for metric in names
+def judge_single(sets: Sets, judge: Judge) -> SingleAlpha:
+    """One alpha for all layers, and what it gains on folds that did not choose it."""
+    settings = sets.usable_alphas()
+    by_fold = judge.by_fold(settings)
+    gain = judge.gain(by_fold, tried=settings)
+    gains = judge.gains(by_fold)
+    shifts = None
+    if sets.objective.shifted:
+        table = [
+            {"alpha": alpha} | {name: column.average(alpha) for name, column in judge.columns.items()}
+            for alpha in sorted(sets.clean.single_alphas())
+        ]
+        shifts = ShiftEvidence(sets.objective.max_clean_drop, table, judge.gains_by_set(by_fold), gain)
+    else:
+        gains[sets.objective.metric.name] = gain
+    return SingleAlpha(judge.choose(settings), by_fold, gains, gain, judge.is_significant(gain), shifts)
+
+
+def _against_temperature(sets: Sets, judge: Judge) -> dict[str, Gain] | None:
+    """The gain in cross-entropy over the baseline without a temperature, by temperature, alpha and both."""
+    if CALIBRATED not in judge.metrics:
+        return None
+    plain, scaled = judge.metrics["cross_entropy"], judge.metrics[CALIBRATED]
+    before, settings = plain.numbers(judge.baseline), sets.usable_alphas()
+    return {
+        "temperature alone": judge.column_gain(scaled, [judge.baseline] * judge.folds, before),
+        "alpha alone": judge.column_gain(plain, judge.by_fold(settings, plain), before, settings),
+        "both": judge.column_gain(scaled, judge.by_fold(settings, scaled), before, settings),
     }
-    alphas = sorted(evaluations.tried())
-    rows = [
-        {"alpha": alpha} | {metric: evaluations.average(metric, evaluations.values[metric][alpha]) for metric in names}
-        for alpha in alphas
-    ]
-    against_temperature = None
-    if CALIBRATED in names:
-        plain = evaluations.values["cross_entropy"][evaluations.baseline]
-        against_temperature = {
-            "temperature alone": gain(CALIBRATED, plain, split.as_trained(CALIBRATED), False),
-            "alpha alone": gain("cross_entropy", plain, split.single("cross_entropy", "cross_entropy"), True),
-            "both": gain(CALIBRATED, plain, split.single(CALIBRATED, CALIBRATED), True),
-        }
-    judged_on = len(torch.unique(evaluations.units(objective)))
-    certain = gains[objective].is_certain(evaluations.metrics[objective])
-    return AlphaSearch(
-        alpha=evaluations.baseline,
-        objective=objective,
-        baseline=evaluations.baseline,
-        table=rows,
-        best={metric: evaluations.best(metric) for metric in names},
-        gains=gains,
-        significant=certain and judged_on >= ENOUGH_TO_JUDGE,
-        higher_is_better={name: evaluations.metrics[name].higher_is_better for name in names},
-        examples=len(evaluations.keys),
-        passes=evaluations.passes,
-        evaluations=len(alphas),
-        folds=split.count,
-        confidence=confidence,
-        judged_on=judged_on,
-        against_temperature=against_temperature,
-    )

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from betternorm.weighing.batches import example_keys
 
@@ -60,6 +60,43 @@ def corruptions(
     return found
 
 
+def functions_by_kind(
+    shifts: Any, model: nn.Module, mean: float | Sequence[float] | None, std: float | Sequence[float] | None
+) -> dict[str, list[Shift]]:
+    """For `fit_alpha`: functions of a batch of images by kind, a list of levels each."""
+    if isinstance(shifts, Mapping):
+        for name, shift in shifts.items():
+            if not callable(shift):
+                raise ValueError(f"shifts[{name!r}] is a {type(shift).__name__}; fit_alpha needs functions of images")
+        functions = dict(shifts)
+    else:
+        if mean is None or std is None:
+            declared = _declared_statistics(model)
+            if declared is None:
+                raise ValueError(
+                    "fit_alpha needs mean=... and std=... of the normalization of the images to corrupt them, and this "
+                    "model does not declare them; or pass shifts={'name': function}"
+                )
+            mean, std = declared[0] if mean is None else mean, declared[1] if std is None else std
+        functions = dict(corruptions(shifts, mean, std))
+    kinds: dict[str, list[Shift]] = {}
+    for name, shift in functions.items():
+        kinds.setdefault(name.partition(":")[0], []).append(shift)
+    if not kinds or kinds.keys() & {"clean", "corrupted"}:
+        raise ValueError("shifts must name at least one kind of corruption, and none 'clean' or 'corrupted'")
+    return kinds
+
+
+def _declared_statistics(model: nn.Module) -> tuple[Sequence[float], Sequence[float]] | None:
+    """Mean and std by timm's configuration of the model; torchvision's classifiers share those of ImageNet."""
+    declared = getattr(model, "pretrained_cfg", None)
+    if isinstance(declared, dict) and declared.get("mean") and declared.get("std"):
+        return declared["mean"], declared["std"]
+    if type(model).__module__.startswith("torchvision.models"):
+        return (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+    return None
+
+
 @dataclass(frozen=True)
 class Corruption:
     """A corruption of a batch of normalised images (N, C, H, W)."""
@@ -89,6 +126,15 @@ class Corruption:
             if images.is_contiguous(memory_format=torch.channels_last)
             else torch.contiguous_format
         )
+
+    def check_normalized(self, images: Tensor) -> None:
+        """Raise if many images lie between 0 and 1 although a mean was to be subtracted from them."""
+        low, high = (float(bound) for bound in images.aminmax())
+        if low >= 0 and high <= 1 and max(self.mean) > 0:
+            raise ValueError(
+                f"images look unnormalized: they lie between {low:.3g} and {high:.3g}. Normalize them with mean "
+                f"{self.mean} and std {self.std}, or pass mean=0.0, std=1.0 if the model expects pixels from 0 to 1"
+            )
 
 
 def _numbers(given: float | Sequence[float]) -> tuple[float, ...]:

@@ -13,7 +13,7 @@ from betternorm.cli import OK
 from betternorm.display.tables import table
 from betternorm.display.terminal import show
 from betternorm_lab import demo
-from betternorm_lab.report import page
+from betternorm_lab.report import html
 from betternorm_lab.results import Outcome, Result, Verdict
 
 EXAMPLES = """examples:
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     result = demo.run_demo(arguments.output, arguments.seeds, arguments.processes, not arguments.quiet)
-    written = page.write([result], Path(arguments.output) / "report.html", "betternorm: the demo").resolve()
+    written = html.write([result], Path(arguments.output) / "report.html", "betternorm: the demo").resolve()
     if arguments.json:
         found = {"page": str(written), "tables": result.tables, "verdicts": result.verdicts}
         print(json.dumps(found, default=asdict, indent=2, ensure_ascii=False))
@@ -65,5 +65,5 @@ def text(result: Result) -> str:
 
 def _line(verdict: Verdict) -> str:
     """A claim that was seen is in a table above; of another the numbers follow."""
-    numbers = "" if verdict.outcome is Outcome.SEEN else f" ({verdict.evidence})"
+    numbers = "" if verdict.outcome is Outcome.REPLICATED else f" ({verdict.evidence})"
     return textwrap.fill(f"{verdict.outcome.value}: {verdict.claim}{numbers}", 100, subsequent_indent="    ")

@@ -1,4 +1,4 @@
-"""``betternorm report``: what the rows in a store come to, as one page to look at and as files to keep."""
+"""``betternorm report``: the results in a store as an HTML page, and as Markdown."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from betternorm.errors import UserError
 from betternorm_lab import demo
 from betternorm_lab.experiments import registry, runner
 from betternorm_lab.experiments.scales import SCALES
-from betternorm_lab.report import files, labels, page
+from betternorm_lab.report import html, markdown
 from betternorm_lab.results import Result, Verdict
 from betternorm_lab.store import Store
 from betternorm_lab.training import Config
@@ -24,25 +24,31 @@ from betternorm_lab.training import Config
 EXAMPLES = """examples:
   betternorm report reproduction-smoke                its report.html
   betternorm report reproduction-small --output small.html
-  betternorm report betternorm-demo --files results   Markdown, PNG, SVG and CSV
+  betternorm report betternorm-demo --files results   Markdown and SVG
   betternorm report runs --config-of 0123456789abcdef   for `train --config`
 
-The page is one file that needs no network; it shows what has been run so far,
-and says what is missing."""
+The page is a single file. It shows the trials that have finished, and lists
+what is missing."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
-    parser.add_argument("folder", metavar="FOLDER", help="of the store, as reproduce and demo name it")
+    parser.add_argument("folder", metavar="FOLDER", help="output folder of reproduce, train or demo")
     parser.add_argument("--output", "--out", dest="out", metavar="FILE", help="the page (FOLDER/report.html)")
-    parser.add_argument("--files", metavar="FOLDER", help="write figures, tables, Markdown and raw rows there as well")
+    parser.add_argument("--files", metavar="FOLDER", help="also write Markdown pages and figures there")
     parser.add_argument(
-        "--scale", nargs="+", choices=SCALES, metavar="NAME", help=f"only experiments at these: {', '.join(SCALES)}"
+        "--scale",
+        nargs="+",
+        choices=SCALES,
+        metavar="NAME",
+        help=f"only experiments at these scales: {', '.join(SCALES)}",
     )
     parser.add_argument(
-        "--title", default="Improving batch normalisation, reproduced", metavar="TEXT", help="of the page"
+        "--title", default="Improving batch normalization, reproduced", metavar="TEXT", help="of the page"
     )
-    parser.add_argument("--config-of", metavar="KEY", help="print a trial's settings for `train --config`, and end")
+    parser.add_argument(
+        "--config-of", metavar="KEY", help="print the settings of a trial for `train --config`, and exit"
+    )
     parser.add_argument("--json", action="store_true", help="print what was written and all verdicts as JSON")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
@@ -50,21 +56,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     folder = Path(arguments.folder)
     if not (folder / "store.sqlite").is_file():
-        raise UserError(f"FOLDER is {str(folder)!r}, which has no store.sqlite; name one that reproduce or demo wrote")
+        raise UserError(
+            f"FOLDER is {str(folder)!r}, which has no store.sqlite; use an output folder of reproduce, train or demo"
+        )
     if arguments.config_of:
         print(json.dumps(config_of(Store(folder), arguments.config_of), indent=2))
         return OK
     results = collect(folder, arguments.scale, False if arguments.quiet else None)
     if not results:
         raise UserError(f"{folder} has no finished trial of an experiment; `betternorm reproduce` runs them")
-    written = [page.write(results, arguments.out or folder / "report.html", arguments.title).resolve()]
+    written = [html.write(results, arguments.out or folder / "report.html", arguments.title).resolve()]
     if arguments.files:
-        written.append(files.write(results, arguments.files)[0].resolve())
+        written.append(markdown.write(results, arguments.files)[0].resolve())
     if arguments.json:
         told = [{"name": one.name, "scale": one.scale, "verdicts": one.verdicts} for one in results]
         print(json.dumps({"written": written, "experiments": told}, default=_plain, indent=2, ensure_ascii=False))
         return OK
-    rows = [[one.name, one.scale, len(one.rows), labels.tally(one.verdicts)] for one in results]
+    rows = [[one.name, one.scale, len(one.rows), markdown.tally(one.verdicts)] for one in results]
     show(table(["experiment", "scale", "trials", "claims"], rows))
     print("", *written, sep="\n")
     return OK

@@ -7,15 +7,14 @@ from pathlib import Path
 
 import torch
 
-from betternorm_lab.evidence import all_four, imagenet_alpha, small_batches
+from betternorm_lab.evidence.index import EXPERIMENTS, status, write_pages
 from betternorm_lab.evidence.runs import Places, require_committed, write_selection
-
-EXPERIMENTS = {module.NAME: module for module in (imagenet_alpha, small_batches, all_four)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m betternorm_lab.evidence", description=__doc__)
-    parser.add_argument("name", choices=list(EXPERIMENTS))
+    parser.add_argument("name", choices=[*EXPERIMENTS, "pages"], help='"pages" writes all pages from the rows')
+    parser.add_argument("--plan", action="store_true", help="list what is left to run, and run nothing")
     parser.add_argument("--select", action="store_true", help="try the candidates on validation data, with seed 0")
     parser.add_argument("--data", type=Path, default=Path("data"), help="folder of the datasets, NAME.npz")
     parser.add_argument("--weights", type=Path, default=Path("weights"), help="folder of pretrained weights")
@@ -25,8 +24,14 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     places = Places(arguments.data, arguments.weights, arguments.work, arguments.out)
-    require_committed()
+    if arguments.name == "pages":
+        write_pages(places)
+        return
     experiment = EXPERIMENTS[arguments.name]
+    if arguments.plan:
+        print("\n".join([f"{arguments.name}: {status(places, experiment)}; left:", *experiment.plan(places)]))
+        return
+    require_committed()
     if arguments.select:
         write_selection(places, arguments.name, experiment.select(places))
     else:

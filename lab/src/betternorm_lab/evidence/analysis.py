@@ -10,7 +10,7 @@ import numpy as np
 from scipy import stats
 
 from betternorm_lab.evidence.rows import Array
-from betternorm_lab.stats import CONFIDENCE, POWER
+from betternorm_lab.stats import CONFIDENCE, POWER, holm
 
 MARGIN = {"top-1": 0.5, "top-5": 0.5, "cross-entropy": 0.02, "cross-entropy after temperature": 0.02}
 
@@ -80,8 +80,31 @@ def pooled_variance(arms: Mapping[str, Sequence[float]]) -> tuple[float, float]:
     return 2 * float((residuals**2).sum()) / degrees / seeds, float(degrees)
 
 
-def verdict(estimate: Estimate, p: float, direction: int, margin: float) -> str:
-    """The protocol's terms. ``p`` is corrected; ``direction`` is the sign of the claimed difference."""
+@dataclass(frozen=True)
+class Claim:
+    """A primary claim of protocol.md; ``estimate`` is None where its experiment has not been run."""
+
+    number: str
+    text: str
+    paper: str
+    estimate: Estimate | None = None
+    metric: str = "top-1"
+    direction: int = 1  # the sign of the claimed difference
+
+
+def verdicts(claims: Sequence[Claim]) -> dict[str, tuple[float, str]]:
+    """Holm's P value over all claims, and the protocol's term. A claim that was not tested counts as P = 1."""
+    corrected = holm([1.0 if claim.estimate is None else claim.estimate.p for claim in claims])
+    return {
+        claim.number: (p, "not tested")
+        if claim.estimate is None
+        else (p, term(claim.estimate, p, claim.direction, MARGIN[claim.metric]))
+        for claim, p in zip(claims, corrected, strict=True)
+    }
+
+
+def term(estimate: Estimate, p: float, direction: int, margin: float) -> str:
+    """``p`` is corrected."""
     low, high = estimate.interval
     inside = -margin < low and high < margin
     if p < 1 - CONFIDENCE:

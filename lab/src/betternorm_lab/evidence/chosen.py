@@ -13,7 +13,7 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 # Learning rate by the number of examples that batch norm takes its statistics over.
-SMALL_BATCHES: dict[int, float] = {}
+SMALL_BATCHES: dict[int, float] = {2: 0.3, 8: 0.3, 16: 0.1}
 
 # Strength of decay on gamma and beta, relative to the weights' own, with ghosts of 8.
 ALL_FOUR: dict[str, int] = {}

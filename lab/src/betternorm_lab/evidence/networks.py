@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 import betternorm
 from betternorm_lab.data import Data, Loader, Split
+from betternorm_lab.data.splits import shuffled
 from betternorm_lab.evidence.rows import Array
 from betternorm_lab.training import Config
 from betternorm_lab.training.checkpoints import read_checkpoint, write_checkpoint
-from betternorm_lab.training.evaluation import TEMPERATURES
 from betternorm_lab.training.session import Session
 from betternorm_lab.trials import Runtime
 
@@ -35,6 +35,7 @@ BASE = Config(
     test=False,
 )
 EVALUATION_BATCH = 250
+TEMPERATURES = tuple(2 ** (k / 24) for k in range(-24, 49))  # candidates, from 0.5 to 4
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -87,8 +88,9 @@ def with_seed(config: Config, seed: int) -> Config:
     return replace(config, seed=seed)
 
 
-def first(split: Split, count: int) -> Split:
-    return split.take(np.arange(min(count, len(split))))
+def sample(split: Split, count: int) -> Split:
+    """So many random images, always the same: files are sorted by class."""
+    return split.take(np.sort(shuffled(len(split))[:count]))
 
 
 def top1(logits: Tensor, labels: Tensor) -> Array:

@@ -16,7 +16,8 @@ Array = np.ndarray[Any, Any]
 def write_arrays(path: Path, meta: dict[str, Any], **arrays: Array) -> None:
     make_folder(path.parent)
     with atomic(path) as draft, open(draft, "wb") as file:
-        np.savez_compressed(file, meta=np.array(json.dumps(meta)), **arrays)
+        contents: dict[str, Any] = {"meta": np.array(json.dumps(meta)), **arrays}
+        np.savez_compressed(file, **contents)
 
 
 def read_arrays(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:

@@ -1,72 +1,78 @@
-"""What came of each statement of the paper here: the tables at the head of the results, and its numbers beside ours.
-
-A statement is judged at the medium scale where that was run, and else at the small one.
-"""
+"""The paper's statements with our verdicts, as tables and as a figure."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from betternorm_lab.experiments.paper import STATEMENTS, Statement
+from betternorm_lab.experiments.paper import SCALES, STATEMENTS, Statement
 from betternorm_lab.results import Figure, Outcome, Result, Series, Table, Verdict
 
-ORDER = ("medium", "small")  # of two verdicts on a statement the first that was run counts
-HEADERS = ["the paper", "where", "its number", "ours", "could have been seen", "how ours differs", "verdict"]
+TITLE = "The paper's numbers and ours"
+HEADERS = ["statement", "section", "paper", "ours", "paper in our interval", "detectable", "our test", "verdict"]
 
 
 def tables(results: Sequence[Result]) -> list[Table]:
-    """Every statement with what came of it, a table for each technique."""
-    return [Table(name, HEADERS, [_row(one, results) for one in these]) for name, these in STATEMENTS.items()]
+    """Every statement with its verdict, one table per technique."""
+    return [Table(name, HEADERS, [_row(one, results) for one in group]) for name, group in STATEMENTS.items()]
+
+
+def sanity_checks(results: Sequence[Result]) -> Table:
+    """Claims that are expected to hold almost by construction."""
+    rows = [
+        [verdict.claim, result.scale, verdict.measured or verdict.evidence, f"**{verdict.outcome.value}**"]
+        for result in results
+        for verdict in result.verdicts
+        if verdict.sanity
+    ]
+    return Table("Sanity checks", ["claim", "scale", "ours", "verdict"], rows)
 
 
 def figure(results: Sequence[Result]) -> Figure:
-    """Every statement for which the paper gives a difference in points of top-1 and we have measured one."""
-    theirs: list[tuple[str, float]] = []
-    ours: dict[str, list[tuple[str, tuple[float, float, float]]]] = {scale: [] for scale in ORDER}
-    for statement in (one for these in STATEMENTS.values() for one in these if one.points):
-        found = _verdict(statement, results)
-        if found is None or found[1].difference is None:
+    """Every statement with a difference in points of top-1 in the paper and a measured one here."""
+    paper: list[tuple[str, float]] = []
+    ours: dict[str, list[tuple[str, tuple[float, float, float]]]] = {scale: [] for scale in SCALES}
+    for statement in (one for group in STATEMENTS.values() for one in group if one.points):
+        judged = verdict_on(statement, results)
+        if judged is None or judged[1].difference is None:
             continue
-        theirs += [(statement.says, points) for points in statement.points]
-        ours[found[0]].append((statement.says, found[1].difference))
-    series = [Series("the paper", [says for says, _ in theirs], [points for _, points in theirs])] if theirs else []
+        paper += [(statement.says, points) for points in statement.points]
+        ours[judged[0]].append((statement.says, judged[1].difference))
+    series = [Series("paper", [says for says, _ in paper], [points for _, points in paper])] if paper else []
     for scale, measured in ours.items():
         if measured:
             names, values = zip(*measured, strict=True)
             mean, low, high = zip(*values, strict=True)
-            series.append(Series(f"here, {scale} scale, 95 % interval", names, mean, low, high))
-    return Figure(
-        "The paper's numbers beside ours", "", "difference in top-1, points", series, kind="point", levels={"none": 0.0}
-    )
+            series.append(Series(f"ours, {scale} scale, 95 % interval", names, mean, low, high))
+    return Figure(TITLE, "", "difference in top-1, points", series, "point", levels={"0": 0.0})
 
 
-def _row(statement: Statement, results: Sequence[Result]) -> list[object]:
-    told = [statement.says, statement.place, statement.number]
-    if statement.untested:
-        return [*told, "", "", "", f"not tested: {statement.untested}"]
-    found = _verdict(statement, results)
-    if found is None:
-        return [*told, "", "", statement.differs, "not run yet"]
-    scale, verdict = found
-    shown = "" if verdict.detectable is None or math.isinf(verdict.detectable) else f"{verdict.detectable:.2g}"
-    differs = statement.small if scale == "small" else statement.differs
-    ours = f"{verdict.measured or 'see the page'}, {scale}"
-    return [*told, ours, shown, differs, f"**{verdict.outcome.value}**"]
-
-
-def _verdict(statement: Statement, results: Sequence[Result]) -> tuple[str, Verdict] | None:
-    """The verdict that judges a statement, with its scale, where anything has been run."""
-    for scale in [statement.scale] if statement.scale else ORDER:
+def verdict_on(statement: Statement, results: Sequence[Result]) -> tuple[str, Verdict] | None:
+    """The verdict on a statement and its scale, if anything has been run."""
+    for scale in SCALES:
         for result in results:
             if (result.name, result.scale) == (statement.experiment, scale):
                 for verdict in result.verdicts:
-                    run = verdict.outcome is not Outcome.NOT_RUN
-                    if run and all(word in verdict.claim for word in words_of(statement, scale)):
+                    if verdict.id == statement.claims.get(scale) and verdict.outcome is not Outcome.NOT_TESTED:
                         return scale, verdict
     return None
 
 
-def words_of(statement: Statement, scale: str) -> tuple[str, ...]:
-    """What the claim that judges a statement has in it. At the small scale there is one setting."""
-    return (*statement.words, statement.setting) if scale == "medium" else statement.words
+def _row(statement: Statement, results: Sequence[Result]) -> list[object]:
+    start = [statement.says, statement.place, statement.number]
+    judged = verdict_on(statement, results)
+    if judged is None:
+        return [*start, "", "", "", statement.untested, f"**{Outcome.NOT_TESTED.value}**"]
+    scale, verdict = judged
+    detectable = "" if verdict.detectable is None or math.isinf(verdict.detectable) else f"{verdict.detectable:.2g}"
+    ours = f"{verdict.measured or 'see the page'}, {scale}"
+    outcome = f"**{verdict.outcome.value}**"
+    return [*start, ours, _contains(statement, verdict), detectable, statement.differs.get(scale, ""), outcome]
+
+
+def _contains(statement: Statement, verdict: Verdict) -> str:
+    """Whether our interval contains the paper's differences."""
+    if verdict.difference is None or not statement.points:
+        return ""
+    _, low, high = verdict.difference
+    return ", ".join("yes" if low <= points <= high else "no" for points in statement.points)

@@ -1,4 +1,4 @@
-"""What an experiment makes of its rows: the numbers of every arm, the cells of a table, the curves of a figure."""
+"""From rows to results: the numbers of every arm, the cells of a table, the curves of a figure."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from betternorm_lab import stats
+from betternorm_lab.experiments.arms import Arm
 from betternorm_lab.experiments.scales import MARGINS
 from betternorm_lab.results import Figure, Series, Table, Verdict
 from betternorm_lab.store import Row
 from betternorm_lab.training import CALIBRATED
 
-Label = tuple[Any, ...]
 NOT_RUN = "not run"
 
 
@@ -26,64 +26,71 @@ class Findings:
     notes: str = ""
 
 
-class FinishedRuns(Mapping[Label, list[Row]]):
-    """The finished rows of every arm by its label, at one scale. An arm that has none yet is an empty list."""
+class FinishedRuns(Mapping[Arm, list[Row]]):
+    """The finished rows of every arm at one scale. An arm that has none yet is an empty list."""
 
-    def __init__(self, scale: str, rows: Mapping[Label, list[Row]]) -> None:
+    def __init__(self, scale: str, rows: Mapping[Arm, list[Row]]) -> None:
         self.scale, self._rows = scale, dict(rows)
 
-    def __getitem__(self, label: Label) -> list[Row]:
-        return self._rows[label]
+    def __getitem__(self, arm: Arm) -> list[Row]:
+        return self._rows[arm]
 
-    def __iter__(self) -> Iterator[Label]:
+    def __iter__(self) -> Iterator[Arm]:
         return iter(self._rows)
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def names(self, place: int = 0, *, first: Any = None) -> list[Any]:
-        """The different values at a place of the labels, in their order: the datasets, or the methods.
+    def tasks(self) -> list[Arm]:
+        """The combinations of dataset and setting, in order."""
+        return list(dict.fromkeys(arm.task for arm in self))
 
-        ``first`` counts only labels that begin with it, such as those of one dataset.
-        """
-        return list(dict.fromkeys(label[place] for label in self if first is None or label[0] == first))
+    def arms(self, task: Arm | None = None, method: str | None = None) -> list[Arm]:
+        """The arms of a task, or of a method."""
+        return [arm for arm in self if task in (None, arm.task) and method in (None, arm.method)]
 
-    def numbers(self, label: Label, name: str) -> list[float]:
-        """A number of every run of an arm that holds it; shares come in per cent."""
-        return list(self._by_seed(label, name).values())
+    def methods(self, task: Arm | None = None) -> list[str]:
+        return list(dict.fromkeys(arm.method for arm in self.arms(task)))
 
-    def _by_seed(self, label: Label, name: str) -> dict[int, float]:
-        found = {row["seed"]: read(row, name) for row in self._rows.get(label, [])}
-        return {seed: scaled(name, value) for seed, value in found.items() if value is not None}
+    def sizes(self, task: Arm | None = None, method: str | None = None) -> list[int]:
+        return list(dict.fromkeys(arm.size for arm in self.arms(task, method) if arm.size is not None))
+
+    def numbers(self, arm: Arm, name: str) -> list[float]:
+        """A number of every run of an arm, where the row has it; proportions in percent."""
+        return list(self._by_seed(arm, name).values())
+
+    def _by_seed(self, arm: Arm, name: str) -> dict[int, float]:
+        values = {row["seed"]: read(row, name) for row in self._rows.get(arm, [])}
+        return {seed: scaled(name, value) for seed, value in values.items() if value is not None}
 
     def margin(self, metric: str) -> float:
-        """The difference of a metric that does not matter at this scale."""
+        """The margin of equivalence of a metric at this scale."""
         kind = "cross_entropy" if metric.endswith("cross_entropy") else "top1"
         return MARGINS[self.scale][kind]
 
-    def by_seed(self, *readings: tuple[Label, str]) -> list[list[float]]:
-        """Numbers of several arms, seed by seed, for the seeds that all of them have run."""
-        found = [self._by_seed(label, name) for label, name in readings]
-        seeds = sorted(set.intersection(*map(set, found)))
-        return [[values[seed] for seed in seeds] for values in found]
+    def by_seed(self, *readings: tuple[Arm, str]) -> list[list[float]]:
+        """Numbers of several arms, seed by seed, for the seeds that all of them have."""
+        values = [self._by_seed(arm, name) for arm, name in readings]
+        seeds = sorted(set.intersection(*map(set, values)))
+        return [[one[seed] for seed in seeds] for one in values]
 
-    def pairs(self, label: Label, first: str, second: str) -> list[float]:
-        """First less second, run by run."""
-        return [a - b for a, b in zip(*self.by_seed((label, first), (label, second)), strict=True)]
+    def pairs(self, arm: Arm, first: str, second: str) -> list[float]:
+        """First minus second, run by run."""
+        return [a - b for a, b in zip(*self.by_seed((arm, first), (arm, second)), strict=True)]
 
 
 def of_candidates(runs: FinishedRuns) -> Findings:
-    """What hyperparameters are chosen by; nothing is judged."""
-    columns = {"validation_top1": "validation top-1, as trained, %", "validation_top1_own": "at its best alpha"}
-    rows = [[", ".join(map(str, label)), *(cell(runs.numbers(label, name)) for name in columns)] for label in runs]
+    """The validation numbers that hyperparameters are chosen by; there are no verdicts."""
+    columns = {"validation_top1": "validation top-1, alpha as trained, %", "validation_top1_own": "at its best alpha"}
+    rows = [[", ".join(arm.labels), *(cell(runs.numbers(arm, name)) for name in columns)] for arm in runs]
     return Findings([Table("Candidates", ["candidate", *columns.values()], rows)], [], [])
 
 
 def read(row: Row, name: str) -> float | None:
-    """A number of a row, or None where the row does not hold it.
+    """A number of a row, or None if the row does not have it.
 
-    Rows of before there were ``_own`` columns hold those numbers in their tables, but for the cross-entropy after a
-    temperature, which they do not have.
+    Rows older than the ``_own`` columns have those numbers in their tables, except for the cross-entropy after
+    temperature scaling.
     """
     if name in row.result:
         return float(row.result[name])
@@ -96,12 +103,12 @@ def read(row: Row, name: str) -> float | None:
 
 
 def scaled(name: str, value: float) -> float:
-    """Shares in per cent, everything else as it is."""
+    """Proportions in percent, everything else unchanged."""
     return value * 100 if name.split("_")[0] != "alpha" and ("top1" in name or "top5" in name) else value
 
 
 def cell(values: Sequence[float]) -> str:
-    """Mean, spread and n, as a table shows them."""
+    """Mean, standard deviation and n, as a table shows them."""
     return str(stats.summary(values)) if len(values) else NOT_RUN
 
 
@@ -110,15 +117,15 @@ def mean(values: Sequence[float]) -> float:
 
 
 def curve(name: str, points: Mapping[Any, Sequence[float]]) -> Series:
-    """The mean of every point that has been run, with the interval of the mean where there are two runs or more."""
+    """The mean of every point that has been run, with its interval for two runs or more."""
     points = {x: values for x, values in points.items() if len(values)}
-    found = [stats.summary(values) for values in points.values()]
-    bounds = [one.t_interval if one.n > 1 else (one.mean, one.mean) for one in found]
-    return Series(name, list(points), [one.mean for one in found], [b[0] for b in bounds], [b[1] for b in bounds])
+    summaries = [stats.summary(values) for values in points.values()]
+    bounds = [one.t_interval if one.n > 1 else (one.mean, one.mean) for one in summaries]
+    return Series(name, list(points), [one.mean for one in summaries], [b[0] for b in bounds], [b[1] for b in bounds])
 
 
 def alpha_points(rows: Iterable[Row], metric: str, within: float = 1.0) -> dict[float, list[float]]:
-    """A metric on validation data by alpha, for those that every run tried, up to ``within`` of the trained one."""
+    """A metric on validation data by alpha, for the alphas that all runs tried, up to ``within`` of the trained one."""
     tables = [({line["alpha"]: line for line in row["alpha_table"]}, row["alpha_as_trained"]) for row in rows]
     if not tables:
         return {}
@@ -131,24 +138,24 @@ def alpha_points(rows: Iterable[Row], metric: str, within: float = 1.0) -> dict[
 
 
 def alpha_figures(title: str, arms: Mapping[str, Sequence[Row]], within: float = 1.0) -> list[Figure]:
-    """The metrics against alpha, a figure each, a curve an arm."""
+    """The metrics against alpha: one figure per metric, one curve per arm."""
     words = {
         "top1": "top-1, %",
         "top5": "top-5, %",
         "cross_entropy": "cross-entropy",
-        CALIBRATED: "cross-entropy after temperature",
+        CALIBRATED: "cross-entropy after temperature scaling",
     }
     figures = []
     for metric, label in words.items():
-        held = {name: [row for row in rows if metric in row["alpha_table"][0]] for name, rows in arms.items()}
-        series = [curve(name, alpha_points(rows, metric, within)) for name, rows in held.items()]
+        having = {name: [row for row in rows if metric in row["alpha_table"][0]] for name, rows in arms.items()}
+        series = [curve(name, alpha_points(rows, metric, within)) for name, rows in having.items()]
         series = [one for one in series if one.x]
         if series:
-            figures.append(Figure(f"{title}: {label.split(',')[0]}", "alpha", label, series, slider=True))
+            figures.append(Figure(f"{title}: {label.split(',')[0]}", "alpha", label, series))
     return figures
 
 
-def best(points: Mapping[Any, Sequence[float]], higher: bool = True) -> Any:
-    """Where the mean is best, of the points that have been run; None where none has."""
+def best(points: Mapping[Any, Sequence[float]]) -> Any:
+    """Where the mean is highest, among the points that have been run; None if there is none."""
     means = {x: stats.summary(values).mean for x, values in points.items() if len(values)}
-    return (max if higher else min)(means, key=lambda x: means[x]) if means else None
+    return max(means, key=lambda x: means[x]) if means else None

@@ -1,10 +1,9 @@
-"""The range of what a norm layer puts out: the bound of Eq. 2, and what networks reach of it (appendix A and B).
+"""The range of the output of a norm layer: the bound of Eq. 2, and what models reach of it (appendices A and B).
 
-The paper claims: in training the output of batch norm (before gamma and beta) lies within ±sqrt(B - 1), B being the
-values that a mean is taken over, and the bound is tight; at inference there is no such bound. In a CIFAR-10 network,
-in the last norm layer at 4x4, the training range comes near the bound where B is small (-5.30 of -5.57 for log B = 5
-to base 2), and at inference values fall outside it. Expect inference example weighing to bring the range back towards
-it.
+The paper claims: in training the output of batch norm (before gamma and beta) lies within ±sqrt(B - 1), where B is the
+number of values that a mean is taken over, and the bound is tight; at inference there is no such bound. In the last
+norm layer, at 4x4, of a CIFAR-10 model, the training range comes close to the bound for small B (-5.30 of -5.57 for
+B = 32), and at inference values exceed it. Expect inference example weighing to bring the range back toward it.
 """
 
 from __future__ import annotations
@@ -23,7 +22,8 @@ from betternorm.layers import GroupedBatchNorm
 from betternorm.weighing.alpha import set_alpha, weighed_layers
 from betternorm_lab.data import Data, Loader
 from betternorm_lab.experiments import claims, findings, ghost_size, trained_networks
-from betternorm_lab.experiments.findings import Findings, FinishedRuns, Label
+from betternorm_lab.experiments.arms import Arm
+from betternorm_lab.experiments.findings import Findings, FinishedRuns
 from betternorm_lab.experiments.scales import TASKS
 from betternorm_lab.results import Figure, Table, Verdict
 from betternorm_lab.trials import Progress, Runtime, Trial
@@ -32,13 +32,14 @@ TITLE = "The range of the output, in training and at inference"
 PLACE = "Equation 2; appendices A and B"
 
 SIZES = {"smoke": (2, 8, 32), "small": (2, 4, 8, 16, 32, 64, 128, 256), "paper": tuple(2**k for k in range(1, 12))}
-TIGHT = 0.999  # of the bound that adversarial inputs are to reach
+TIGHT = 0.999  # the share of the bound that adversarial inputs should reach
+LAYER, NETWORK = "layer", "network"
 ROUNDING = 1e-9  # of the bound, in float64
 
 
 @dataclass(frozen=True, kw_only=True)
 class Extremes(Trial):
-    """The largest and smallest output of the layer over inputs made to drive it there, for groups of some values."""
+    """The largest and smallest output of the layer for adversarial inputs, for groups of some number of values."""
 
     kind: ClassVar[str] = "output-extremes"
     random: ClassVar[bool] = False
@@ -48,29 +49,29 @@ class Extremes(Trial):
     steps: int = 150
 
     def run(self, folder: Path, runtime: Runtime, progress: Progress) -> dict[str, Any]:
-        """By the input of the proof, one value apart from all others, and by gradient ascent from random inputs."""
+        """With the input of the proof (one value differs from all others), and by gradient ascent."""
         generator = torch.Generator().manual_seed(self.seed)
-        # eps takes its part of the bound: the inputs are large, as in the proof, so that the part is small.
+        # eps reduces the bound: the inputs are large, as in the proof, so that the reduction is small.
         layer = GroupedBatchNorm(self.attempts, affine=False, dtype=torch.float64).train()
         sign = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(self.attempts // 2)
         lone = torch.zeros(self.values, self.attempts, dtype=torch.float64)
         lone[0] = torch.logspace(0, 4, self.attempts, dtype=torch.float64) * sign
-        found = [layer(lone)]
+        outputs = [layer(lone)]
         drawn = torch.randn(self.values, self.attempts, generator=generator, dtype=torch.float64)
         inputs = (100 * drawn).requires_grad_()
-        found.append(layer(inputs).detach())
+        outputs.append(layer(inputs).detach())
         optimizer = torch.optim.Adam([inputs], lr=20.0)
         for step in range(self.steps):
             optimizer.zero_grad()
             output = layer(inputs)
-            found.append(output.detach())
+            outputs.append(output.detach())
             (-output[0] * sign).sum().backward()
             optimizer.step()
             progress((step + 1) / self.steps)
-        extremes = torch.stack([torch.stack([output.min(), output.max()]) for output in found])
+        extremes = torch.stack([torch.stack([output.min(), output.max()]) for output in outputs])
         reached = layer(inputs.detach())
         layer.eval()
-        layer.reset_running_stats()  # mean 0 and variance 1: a layer that has seen nothing like these inputs
+        layer.reset_running_stats()  # mean 0 and variance 1, unlike these inputs
         at_inference = layer(lone)
         return {
             "bound": math.sqrt(self.values - 1),
@@ -85,7 +86,7 @@ class Extremes(Trial):
 
 @dataclass(frozen=True, kw_only=True)
 class Ranges(trained_networks.OnTrainedNetwork):
-    """The range in the last norm layer of a trained network: over an epoch of training, and over the test set."""
+    """The range in the last norm layer of a trained model: over an epoch of training, and over the test set."""
 
     kind: ClassVar[str] = "output-ranges"
 
@@ -97,7 +98,7 @@ class Ranges(trained_networks.OnTrainedNetwork):
             last.bias.fill_(0.0)
         training = Loader(data, data.train, self.batch_size, train=True, seed=self.seed)
         testing = trained_networks.held_out(data)
-        found: dict[str, Any] = {"alpha": tuned}
+        result: dict[str, Any] = {"alpha": tuned}
         for name, loader, alpha in (
             ("training", training, 0.0),
             ("inference", testing, 0.0),
@@ -106,9 +107,9 @@ class Ranges(trained_networks.OnTrainedNetwork):
             one = copy.deepcopy(network).train(name == "training")
             set_alpha(one, alpha)
             low, high, space = _range(one, loader)
-            found |= {f"{name}_minimum": low, f"{name}_maximum": high}
+            result |= {f"{name}_minimum": low, f"{name}_maximum": high}
         examples = last.examples_per_group or self.batch_size
-        return found | {"values": examples * space, "bound": math.sqrt(examples * space - 1)}
+        return result | {"values": examples * space, "bound": math.sqrt(examples * space - 1)}
 
 
 def _range(network: nn.Module, loader: Loader) -> tuple[float, float, int]:
@@ -131,28 +132,28 @@ def _range(network: nn.Module, loader: Loader) -> tuple[float, float, int]:
     return extremes[:, 0].min().item(), extremes[:, 1].max().item(), space
 
 
-def arms(scale: str) -> dict[Label, Trial]:
-    found: dict[Label, Trial] = {("layer", values): Extremes(values=values) for values in SIZES[scale]}
-    task = next(iter(TASKS[scale]))
-    for label, config in ghost_size.arms(scale).items():
-        if label[0] == task:
-            found["network", label[1]] = Ranges.of(config)
-    return found
+def arms(scale: str) -> dict[Arm, Trial]:
+    result: dict[Arm, Trial] = {Arm(method=LAYER, size=values): Extremes(values=values) for values in SIZES[scale]}
+    task = Arm(next(iter(TASKS[scale])))
+    for arm, config in ghost_size.arms(scale).items():
+        if arm.task == task:
+            result[Arm(method=NETWORK, size=arm.size)] = Ranges.of(config)
+    return result
 
 
 def conclude(runs: FinishedRuns) -> Findings:
-    layer = {label[1]: runs[label][0] for label in runs if label[0] == "layer" and runs[label]}
-    network = {label[1]: runs[label] for label in runs if label[0] == "network" and runs[label]}
+    layer = {arm.size or 0: runs[arm][0] for arm in runs.arms(method=LAYER) if runs[arm]}
+    network = {arm.size or 0: runs[arm] for arm in runs.arms(method=NETWORK) if runs[arm]}
     return Findings(
         [_extremes_table(layer), _ranges_table(network)],
         [_extremes_figure(layer), *_ranges_figures(network)],
         [*_extremes_verdicts(layer), *_ranges_verdicts(runs)],
-        f"The layer is in float64, and {ROUNDING:g} of the bound is allowed for rounding; float32 may pass it by 1e-5.",
+        f"The layer is in float64; the tolerance is {ROUNDING:g} of the bound (float32 may exceed it by 1e-5).",
     )
 
 
 def _extremes_table(layer: dict[int, Any]) -> Table:
-    headers = ["values B", "sqrt(B - 1)", "minimum", "maximum", "part of the bound", "at inference"]
+    headers = ["values B", "sqrt(B - 1)", "minimum", "maximum", "share of the bound", "at inference"]
     rows = [
         [
             values,
@@ -178,37 +179,43 @@ def _extremes_figure(layer: dict[int, Any]) -> Figure:
         findings.curve(name, {values: [read(row)] for values, row in layer.items()}) for name, read in lines.items()
     ]
     inference = series.pop()
-    # Unbounded values would press the others flat: they are shown as far as twice the bound.
+    # Unbounded values would flatten the other curves: they are clipped at twice the bound.
     top = 2 * max((row["bound"] for row in layer.values()), default=1.0)
     clipped = replace(inference, y=[min(y, top) for y in inference.y], low=None, high=None)
     return Figure(
-        "Adversarial inputs to the layer (inference cut off)", "values B", "output", [*series, clipped], log_x=True
+        "Adversarial inputs to the layer (inference clipped)", "values B", "output", [*series, clipped], log_x=True
     )
 
 
 def _extremes_verdicts(layer: dict[int, Any]) -> list[Verdict]:
-    """Nothing here is random: a claim holds for every size, or not."""
+    """Nothing here is random: a claim holds for every size, or it does not."""
     if not layer:
         return []
     parts = [min(-row["minimum"], row["maximum"]) / row["bound"] for row in layer.values()]
     most = [max(-row["minimum"], row["maximum"]) / row["bound"] for row in layer.values()]
     outside = [max(-row["inference_minimum"], row["inference_maximum"]) / row["bound"] for row in layer.values()]
     return [
-        claims.certain(
-            f"adversarial inputs reach {TIGHT} of the bound on both sides",
-            min(parts) >= TIGHT,
-            f"at least {min(parts):.6f} of it, for {len(layer)} sizes",
-        ),
-        claims.certain(
-            "no input passes the bound in training",
-            max(most) <= 1 + ROUNDING,
-            f"at most {max(most):.7f} of it, over {len(layer)} sizes",
-        ),
-        claims.certain(
-            "at inference without alpha outputs pass it",
-            min(outside) > 1,
-            f"they reach {min(outside):.3g} times the bound or more",
-        ),
+        claims.certain(claim, holds, evidence, id=id, sanity=True)
+        for claim, id, holds, evidence in (
+            (
+                f"adversarial inputs reach {TIGHT} of the bound on both sides",
+                "tight",
+                min(parts) >= TIGHT,
+                f"at least {min(parts):.6f} of it, for {len(layer)} sizes",
+            ),
+            (
+                "no input exceeds the bound in training",
+                "bounded",
+                max(most) <= 1 + ROUNDING,
+                f"at most {max(most):.7f} of it, for {len(layer)} sizes",
+            ),
+            (
+                "at inference with alpha = 0, outputs exceed it",
+                "unbounded",
+                min(outside) > 1,
+                f"at least {min(outside):.3g} times the bound",
+            ),
+        )
     ]
 
 
@@ -235,7 +242,7 @@ def _ranges_table(network: dict[int, list[Any]]) -> Table:
         ]
         for size, rows in network.items()
     ]
-    return Table("The last norm layer of trained networks", headers, rows)
+    return Table("The last norm layer of trained models", headers, rows)
 
 
 def _ranges_figures(network: dict[int, list[Any]]) -> list[Figure]:
@@ -252,36 +259,37 @@ def _ranges_figures(network: dict[int, list[Any]]) -> list[Figure]:
         series.append(
             findings.curve(words, {rows[0]["values"]: [sign * rows[0]["bound"]] for rows in network.values()})
         )
-    return [Figure("The last norm layer of trained networks", "values B", "output", series, log_x=True)]
+    return [Figure("The last norm layer of trained models", "values B", "output", series, log_x=True)]
 
 
 def _ranges_verdicts(runs: FinishedRuns) -> list[Verdict]:
-    labels = [label for label in runs if label[0] == "network"]
-    smallest = labels[-1]
-    names = ("training", "inference", "weighed")
-    reach = {
-        name: [max(-row[f"{name}_minimum"], row[f"{name}_maximum"]) / row["bound"] for row in runs[smallest]]
-        for name in names
-    }
-    largest = [max(-row["training_minimum"], row["training_maximum"]) / row["bound"] for row in runs[labels[0]]]
-    one = [1.0] * len(reach["training"])
+    arms = runs.arms(method=NETWORK)
+    largest, smallest = arms[0], arms[-1]
+
+    def reach(arm: Arm, name: str) -> list[float]:
+        return [max(-row[f"{name}_minimum"], row[f"{name}_maximum"]) / row["bound"] for row in runs[arm]]
+
+    training, inference, weighed = (reach(smallest, name) for name in ("training", "inference", "weighed"))
     return [
         claims.compare(
-            f"in training, ghost size {smallest[1]} comes nearer to the bound than batch norm (parts of it)",
-            reach["training"],
-            largest,
+            f"in training, ghost size {smallest.size} comes closer to the bound than batch norm (shares of it)",
+            training,
+            reach(largest, "training"),
+            id="closer",
         ),
         claims.compare(
-            f"at inference, ghost size {smallest[1]} passes the bound (parts of it)",
-            reach["inference"],
-            one,
+            f"at inference, ghost size {smallest.size} exceeds the bound (shares of it)",
+            inference,
+            [1.0] * len(training),
+            id="exceeds",
             paired=True,
         ),
         claims.compare(
-            f"alpha brings the range with ghost size {smallest[1]} back towards the bound (parts of it)",
-            reach["weighed"],
-            reach["inference"],
+            f"alpha brings the range with ghost size {smallest.size} back toward the bound (shares of it)",
+            weighed,
+            inference,
             claims.LESS,
+            id="alpha",
             paired=True,
         ),
     ]

@@ -19,7 +19,7 @@ from betternorm.integrations.models import load_model
 from betternorm_lab import models, stats
 from betternorm_lab.data import DATASETS
 from betternorm_lab.experiments import protocol, registry
-from betternorm_lab.experiments.alpha_imagenet import Curve
+from betternorm_lab.experiments.alpha_pretrained import Curve
 from betternorm_lab.experiments.scales import steps
 from betternorm_lab.training import Config
 from betternorm_lab.trials import Trial

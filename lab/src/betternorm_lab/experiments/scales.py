@@ -1,11 +1,10 @@
-"""What is learned at each scale: the datasets, networks and hyperparameters of all experiments, in one place.
+"""The datasets, models and hyperparameters of all experiments at each scale, in one place.
 
 *smoke* is scikit-learn's digits, a second or two per trial. *small* is photographs on a CPU, seconds to two minutes per
-trial: mostly the first twenty classes of Oxford Flowers-102 at 32x32, whose ten images per class make a network
-overfit, as the regularising techniques need. *medium* is CIFAR-100 with the paper's validation and test sets, minutes
-of one core per trial: 10,000 training images, which a network overfits as it does the paper's Caltech-256, and all
-40,000 as the control. *paper* is section 4.1; the paper gives no learning rates or lengths of training, and those here
-are common for its networks.
+trial: mostly the first twenty classes of Oxford Flowers-102 at 32x32, whose ten images per class a model overfits, as
+regularization requires. *medium* is CIFAR-100 with the paper's validation and test sets, minutes of one core per trial:
+10,000 training images, which a model overfits as it does the paper's Caltech-256, and all 40,000 as the control.
+*paper* is section 4.1; the paper gives no learning rates or numbers of epochs, and ours are common for its models.
 """
 
 from __future__ import annotations
@@ -16,20 +15,20 @@ from betternorm_lab.data import DATASETS, training_images
 from betternorm_lab.experiments import protocol
 from betternorm_lab.training import Config
 
-SCALES = {  # what a page has to say about them
-    "smoke": "Smoke scale: a second or two of training on scikit-learn's digits. It shows that all runs, no more.",
-    "small": "Small scale: small images, small residual networks and short trainings on a CPU. What it shows is the "
-    "direction of an effect, not its size on the paper's data; the settings are at the end. Some were changed after "
-    "test results had been seen, moving averages reach back ten batches whatever their size, and decay on gamma and "
-    "beta is twenty times as strong as on the weights: see `docs/results/protocol.md`.",
-    "medium": "Medium scale: CIFAR-100 at 32x32, with the paper's validation and test sets of 10,000 images each, a "
-    "post-activation residual network of 0.7 million parameters. Hyperparameters were chosen on validation "
-    "data and written down before the test set was read: see `docs/results/protocol.md`.",
-    "paper": "Paper scale: the paper's data, networks and batch sizes. It gives no learning rates or training lengths.",
+SCALES = {  # the description on the pages
+    "smoke": "Smoke scale: a second or two of training on scikit-learn's digits. It only shows that everything runs.",
+    "small": "Small scale: small images, small residual networks and short training on a CPU. It shows the direction "
+    "of an effect, not its size on the paper's data; the settings are at the end of the page. Some were changed after "
+    "test results had been seen, moving averages have a window of ten batches at every batch size, and decay on "
+    "gamma and beta is twenty times as strong as on the weights: see `docs/results/protocol.md`.",
+    "medium": "Medium scale: CIFAR-100 at 32x32, with the paper's validation and test sets of 10,000 images each, and "
+    "a post-activation residual network of 0.7 million parameters. Hyperparameters were chosen on validation data and "
+    "committed before the test set was read: see `docs/results/protocol.md`.",
+    "paper": "Paper scale: the paper's data, models and batch sizes. It gives no learning rates or numbers of epochs.",
 }
-SEEDS = {"smoke": 2, "small": 5, "medium": 3, "paper": 3}  # of every arm, where an experiment does not say otherwise
+SEEDS = {"smoke": 2, "small": 5, "medium": 3, "paper": 3}  # per arm, unless an experiment has its own number
 
-# Differences that do not matter: points of top-1, and nats. Those of the small scale were set after it had been run.
+# Margins of equivalence: points of top-1, and nats. Those of the small scale were set after it had been run.
 MARGINS = {
     "smoke": {"top1": 1.0, "cross_entropy": 0.05},
     "small": {"top1": 1.0, "cross_entropy": 0.05},
@@ -37,7 +36,7 @@ MARGINS = {
     "paper": {"top1": 0.3, "cross_entropy": 0.01},
 }
 
-# Denser near 0, where the best alpha of a batch norm network lies, and near 1, where that of a group norm network does.
+# Denser near 0, where the best alpha of a Batch Norm model lies, and near 1, where that of a Group Norm model does.
 ALPHAS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 1.0)
 
 SMOKE = Config(
@@ -72,7 +71,7 @@ FEW = Config(
     width=32,
     blocks=(2, 2, 2),
     stem_stride=2,
-    averages_over=1215,  # as torch's momentum of 0.1 at 128 examples per batch, and the same at every other batch size
+    averages_over=1215,  # torch's momentum of 0.1 at 128 examples per batch, and the same window at every batch size
     batch_size=128,
     learning_rate=0.1,
     epochs=40,
@@ -80,7 +79,7 @@ FEW = Config(
     validate_every=0,
     alpha_grid=(0.0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.8, 0.9, 0.95, 1.0),
 )
-ALL = replace(FEW, train_examples=None, epochs=10)  # as many steps, on four times as many images
+ALL = replace(FEW, train_examples=None, epochs=10)  # the same number of steps on four times as many images
 PAPER = Config(dataset="cifar100", epochs=160, schedule="step", validate_every=10, alpha_grid=ALPHAS)
 CALTECH256 = replace(
     PAPER,
@@ -93,22 +92,22 @@ CALTECH256 = replace(
     precision="16-mixed",
 )
 
-# Groups of channels, for Group Norm and batch group norm. They have to divide the channels of every layer, and those of
-# Inception-v3 have 16 as their largest common divisor; the others have 64.
+# Channel groups of Group Norm and batch group norm. They must divide the channels of every layer; the largest common
+# divisor is 16 for Inception-v3 and 64 for the others.
 GROUPS = {"smoke": 4, "small": 8, "medium": 8, "paper": 32}
 MOST_GROUPS = {"inception_v3": 16}
 
-# What most experiments learn, by the name of the dataset.
+# What most experiments train, by dataset.
 TASKS: dict[str, dict[str, Config]] = {
     "smoke": {"digits": SMOKE},
-    "small": {"Flowers-102, 20 classes": SMALL},
-    "medium": {"CIFAR-100, 10,000 images": FEW},
-    "paper": {"CIFAR-100": PAPER, "SVHN": replace(PAPER, dataset="svhn", epochs=20), "Caltech-256": CALTECH256},
+    "small": {"flowers102-20": SMALL},
+    "medium": {"cifar100-10k": FEW},
+    "paper": {"cifar100": PAPER, "svhn": replace(PAPER, dataset="svhn", epochs=20), "caltech256": CALTECH256},
 }
 
 
 def steps(config: Config) -> int:
-    """How many steps a training takes; about, where only some classes are kept."""
+    """The number of training steps; approximate if only some classes are kept."""
     dataset = config.dataset.removeprefix("stand-in:")
     images = config.train_examples or training_images(dataset)
     if config.classes is not None:
@@ -118,7 +117,7 @@ def steps(config: Config) -> int:
 
 
 def with_renorm(config: Config) -> Config:
-    """Batch renorm, plain batch norm for a tenth of the training and then corrected more and more for the next four."""
+    """Batch renorm: plain batch norm for a tenth of training, then limits that widen over the next four tenths."""
     total = steps(config)
     return with_norm(config, "renorm", warmup_steps=total // 10, d_steps=3 * total // 10, r_steps=total // 2)
 
@@ -132,9 +131,9 @@ def with_norm(config: Config, norm: str, **options: object) -> Config:
 
 
 def at_batch_size(config: Config, batch_size: int) -> Config:
-    """The same epochs at another batch size, with the learning rate in proportion to it.
+    """The same epochs at another batch size, with the learning rate proportional to it.
 
-    So the sum of the learning rate over all steps stays what it was, and with it what weight decay adds up to.
+    The sum of the learning rate over all steps stays the same, and so does the total effect of weight decay.
     """
     rate = config.learning_rate * batch_size / config.batch_size
     return replace(config, batch_size=batch_size, learning_rate=float(f"{rate:.3g}"))

@@ -1,72 +1,116 @@
-"""The head of the results: what the paper says and what came of it, over the scales that have been run."""
+"""The first pages of the results: the index, and the paper's statements with our verdicts over all scales."""
 
 from __future__ import annotations
 
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from betternorm_lab.report import files, labels
-from betternorm_lab.results import Figure, Outcome, Result, Table
+from betternorm_lab.experiments import against_paper, saved_rows
+from betternorm_lab.report import figures, markdown
+from betternorm_lab.results import Outcome, Result
+from betternorm_lab.store import make_folder, write_text
 
-FOLDERS = {"small": "", "medium": "medium/"}  # where the pages of a scale lie, from the overview
-BESIDE = "paper-and-ours"  # the figure at its head
-INTRODUCTION = (
-    "# Results",
-    "What the paper states, and what came of it here. *Ours* is a difference with its 95 % interval, the number of "
-    "runs of each arm and the scale: points of top-1, or nats of cross-entropy. *Could have been seen* is the "
-    "difference that as many runs with the same spread show with a power of 80 %. What was settled before the test set "
-    "was read, and what was not: the [protocol](protocol.md).",
-    "Every number follows from the rows beside the pages. This judges them anew, and runs nothing:",
-    "```sh\nbetternorm reproduce all --scale medium --pages docs/results --rows-only\n```",
+FOLDERS = {"small": "", "medium": "medium/"}  # of the pages of a scale, relative to the overview
+COMPARISON = "paper-and-ours.svg"
+STATEMENTS = "statements.md"
+EVIDENCE = "evidence/index.md"  # written by hand or by its own code; its section of primary claims is quoted
+PRIMARY = "Primary claims"
+TERMS = (
+    "*Replicated*: the 95 % interval lies in the direction of the claim. *Opposite effect*: it lies in the other "
+    "direction. *Equivalent*: it includes 0 and lies within the margin (±0.5 points of top-1 or ±0.02 nats; ±1 and "
+    "±0.05 at small scale). *Significant but negligible*: it excludes 0 and lies within the margin. *Inconclusive*: "
+    "everything else. *Not tested*: no runs, or models that were undertrained."
 )
+RECOMPUTE = "```sh\nbetternorm reproduce all --scale medium --pages docs/results --rows-only\n```"
 
 
-def write(
-    results: Mapping[str, Sequence[Result]], statements: Sequence[Table], beside: Figure, folder: str | os.PathLike[str]
-) -> Path:
-    """``index.md`` of a folder of results, from those of each scale; ``beside`` has the paper's numbers and ours."""
-    parts = [*INTRODUCTION, _tally(statements)]
-    if beside.series:
-        files.save(files.draw(beside), Path(folder) / BESIDE)
-        parts.append(f"![{beside.title}]({BESIDE}.png)\n\nThe same as [SVG]({BESIDE}.svg).")
-    for one in statements:
-        parts += [f"## {one.title}", files.markdown_table(one.headers, one.rows)]
-    for scale, found in results.items():
+def write_scale(results: Sequence[Result], scale: str, pages: str | os.PathLike[str]) -> list[Path]:
+    """The pages of one scale."""
+    folder = Path(pages) / FOLDERS.get(scale, "")
+    table = ("../" if FOLDERS.get(scale) else "") + saved_rows.table_of(scale)
+    return markdown.write(results, folder, table)
+
+
+def write(results: Sequence[Result], pages: str | os.PathLike[str]) -> list[Path]:
+    """``index.md`` and ``statements.md`` of the folder of all results, and their figure."""
+    pages = Path(pages)
+    make_folder(pages)
+    comparison = against_paper.figure(results)
+    drawn = [figures.save(comparison, pages / COMPARISON)] if comparison.series else []
+    written = [write_text(pages / "index.md", index(results, _primary(pages / EVIDENCE)))]
+    return [*written, write_text(pages / STATEMENTS, statements(results)), *drawn]
+
+
+def index(results: Sequence[Result], primary: str = "") -> str:
+    """One screen: the outcomes in one sentence, the paper's numbers and ours, the primary claims, and links."""
+    tables = against_paper.tables(results)
+    counts = Counter(str(row[-1]).strip("*") for table in tables for row in table.rows)
+    outcomes = ", ".join(f"{counts[one.value]} {one.value}" for one in Outcome if counts[one.value])
+    by_experiment: dict[str, list[Result]] = {}
+    for one in results:
+        by_experiment.setdefault(one.title, []).append(one)
+    links = [
+        f"{title} ({', '.join(f'[{one.scale}]({FOLDERS[one.scale]}{one.name}.md)' for one in at)})"
+        for title, at in by_experiment.items()
+    ]
+    evidence = f"[primary experiments]({EVIDENCE}), " if primary else ""
+    parts = [
+        "# Results",
+        f"Statements of the paper: {outcomes} ([all of them]({STATEMENTS}), [the terms]({STATEMENTS}#terms), [the "
+        "protocol](protocol.md)).",
+        f"![{against_paper.TITLE}]({COMPARISON})" if against_paper.figure(results).series else "",
+        f"## {PRIMARY}\n\n{primary}" if primary else "",
+        "## Pages",
+        f"Experiments of the paper: {'; '.join(links)}." if links else "",
+        f"Beyond the paper: {evidence}[alpha and a temperature](alpha-cifar100.md), [shifted data](shift.md), "
+        "[false positives of `tune_alpha`](false-findings.md).",
+        "All numbers are computed from the tables of trials in this folder. To recompute them without running trials:",
+        RECOMPUTE,
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def statements(results: Sequence[Result]) -> str:
+    """Every statement of the paper with its verdict, the sanity checks, and the claims of every experiment."""
+    parts = [
+        "# The paper's statements",
+        "One verdict per statement. *Ours* is the difference with its 95 % interval, the number of runs per arm and "
+        "the scale, in points of top-1 unless it says otherwise. *Detectable* is the minimum detectable effect at a "
+        "power of 80 %. The models are small residual networks, and CIFAR-100 with 10,000 images and 20 classes of "
+        "Flowers-102 at 32x32 stand in for Caltech-256. These runs are exploratory; P values and Holm's correction "
+        "are on the pages of the experiments.",
+    ]
+    for one in against_paper.tables(results):
+        parts += [f"## {one.title}", markdown.table(one.headers, one.rows)]
+    checks = against_paper.sanity_checks(results)
+    if checks.rows:
+        parts += [f"## {checks.title}", "Expected to hold almost by construction."]
+        parts.append(markdown.table(checks.headers, checks.rows))
+    parts += ["## Terms", TERMS]
+    for scale, folder in FOLDERS.items():
         rows = [
             [
-                files.Markdown(f"[{result.title}]({FOLDERS[scale]}{result.name}.md)"),
-                result.place,
-                len(result.rows),
-                labels.tally(result.verdicts),
+                markdown.Markdown(f"[{one.title}]({folder}{one.name}.md)"),
+                one.place,
+                len(one.rows),
+                markdown.tally(one.verdicts),
             ]
-            for result in found
+            for one in results
+            if one.scale == scale
         ]
         headers = ["experiment", "in the paper", "trials", "claims"]
-        parts += [f"## {scale.capitalize()} scale", files.markdown_table(headers, rows)]
-        parts += [
-            f"![{result.figures[0].title}]({FOLDERS[scale]}{result.name}/figure-1.png)"
-            for result in found
-            if result.figures
-        ]
-    path = Path(folder) / "index.md"
-    path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-    return path
+        parts += [f"## Experiments, {scale} scale", markdown.table(headers, rows)] if rows else []
+    return "\n\n".join(parts) + "\n"
 
 
-def _tally(statements: Sequence[Table]) -> str:
-    """How many statements of each technique came to what."""
-    counted = [Counter(str(row[-1]).strip("*").partition(":")[0] for row in one.rows) for one in statements]
-    outcomes = [
-        one for one in (*(outcome.value for outcome in Outcome), "not tested") if any(one in c for c in counted)
-    ]
-    names = [files.Markdown(f"[{one.title}](#{_anchor(one.title)})") for one in statements]
-    rows = [[name, *(count[one] or "" for one in outcomes)] for name, count in zip(names, counted, strict=True)]
-    return files.markdown_table(["what the paper says of", *outcomes], rows)
-
-
-def _anchor(title: str) -> str:
-    """As Markdown makes it of a heading."""
-    return re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-")
+def _primary(page: Path) -> str:
+    """The section of primary claims of the evidence page, with its links made relative to the index."""
+    if not page.is_file():
+        return ""
+    section = re.search(
+        rf"^## {PRIMARY}\n+(.*?)(?=^## |\Z)", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
+    return re.sub(r"\]\((?!\w+:|#|/)", f"]({Path(EVIDENCE).parent}/", section[1].strip()) if section else ""

@@ -138,7 +138,9 @@ def four_rows(
 
 
 def change(judged: Evaluations, alpha: float, metric: str) -> Gain:
-    return judged.gain(metric, judged.numbers(metric, 0.0), judged.numbers(metric, alpha), 0.95, SEED)
+    column = judged.column(metric)
+    before, after = column.numbers(0.0), column.numbers(alpha)
+    return gain_between(column.metric, before, after, column.counts, column.units, seed=SEED)
 
 
 def summary(result: dict[str, Any]) -> str:
@@ -147,7 +149,7 @@ def summary(result: dict[str, Any]) -> str:
 
 
 def write(results: list[dict[str, Any]], folder: Path) -> None:
-    (folder / "alpha-cifar100.json").write_text(json.dumps(results, indent=1) + "\n")
+    (folder / "alpha-cifar100.json").write_text(json.dumps(results, separators=(",", ":")) + "\n")
     figure(results, folder / "alpha-cifar100.svg")
     (folder / "alpha-cifar100.md").write_text(page(results))
 

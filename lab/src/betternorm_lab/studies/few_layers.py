@@ -42,7 +42,7 @@ def main() -> None:
             found = tune_alpha(model, to_tune, layers=3, resume=kept)
         print(f"ResNet-{depth}\n{found}\n", flush=True)
         results[depth] = found.to_dict()
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+        arguments.json.write_text(json.dumps(results, separators=(",", ":")) + "\n")
         assert found.few_layers is not None
         for row in found.few_layers.rows:
             gain = row.gain

@@ -89,7 +89,7 @@ def main() -> None:
             results[name] = conclude(dict(file))
         print(name, results[name]["alpha"], flush=True)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "shift.json").write_text(json.dumps(results, indent=1) + "\n")
+    (arguments.out / "shift.json").write_text(json.dumps(results, separators=(",", ":")) + "\n")
     (arguments.out / "shift.md").write_text(page(results))
     figure(results, arguments.out / "shift.svg")
 

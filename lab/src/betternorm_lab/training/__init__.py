@@ -3,12 +3,13 @@
 from betternorm.weighing.metrics import CALIBRATED
 from betternorm_lab.training.checkpoints import deterministic
 from betternorm_lab.training.config import JUDGED_BY, Config, build_model, learning_rate, load_data
-from betternorm_lab.training.evaluation import evaluate, tune_for_row
+from betternorm_lab.training.evaluation import METRICS_VERSION, evaluate, tune_for_row
 from betternorm_lab.training.session import Session, train, trained
 
 __all__ = [
     "CALIBRATED",
     "JUDGED_BY",
+    "METRICS_VERSION",
     "Config",
     "Session",
     "build_model",
