@@ -21,7 +21,7 @@ from betternorm.errors import UserError
 EXAMPLES = """\
 examples:
   betternorm diagnose timm:resnet50 --checkpoint resnet50.safetensors --data val
-  betternorm diagnose timm:resnet50 --checkpoint a.pt --data val --stats-data train
+  betternorm diagnose timm:resnet50 --checkpoint a.pt --data val --try-fixes
 
 Nothing is changed. Exit codes: 0 the norm layers are fine, 1 a finding.
 """
@@ -61,9 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} is {value}; it must be 1 or more")
-    if arguments.out is not None:
-        if arguments.out.exists() and not arguments.force:
-            raise UserError(f"--out {arguments.out} exists; pass --force to overwrite it")
+    if arguments.out is not None and arguments.out.exists() and not arguments.force:
+        raise UserError(f"--out {arguments.out} exists; pass --force to overwrite it")
     for option, data in (("--data", arguments.data), ("--stats-data", arguments.stats_data)):
         if data is not None:
             check_exists(option, data)
