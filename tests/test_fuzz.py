@@ -21,8 +21,8 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from betternorm import GroupedBatchNorm, functional
-from betternorm.backends import FUSED_TYPES, cpu, operators
+from betternorm import GroupedBatchNorm
+from betternorm.backends import cpu, operators, routing
 
 SHORT, LONG = 60, 2000
 # What the output may differ by, where its values are of the order of one. Half types round the output itself.
@@ -177,9 +177,9 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 def backend(request: pytest.FixtureRequest) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "plain":
-            patch.setattr(functional, "fused", lambda *tensors: False)
+            patch.setattr(routing, "has_kernels", lambda x: False)
         elif request.param == "triton":  # the kernels of GPUs, on tensors of the CPU
-            patch.setattr(functional, "fused", lambda x, *others: x.dtype in FUSED_TYPES)
+            patch.setattr(routing, "has_kernels", lambda x: x.dtype in routing.FUSED_TYPES)
             for name in ("forward", "forward_and_track", "backward", "infer"):
                 patch.setattr(operators, f"_{name}", getattr(operators, f"_cuda_{name}"))
         elif not cpu.loaded:

@@ -67,15 +67,13 @@ def test_json(nets: Path, capsys: pytest.CaptureFixture[str], options: list[str]
     assert found["report"]["layers"][0]["values_per_group"] == 2 * side**2
 
 
-def test_html_holds_table_advice_and_picture(nets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = tmp_path / "report.html"
-    assert main(["inspect", f"{nets}:build", "--html", str(page), "--overfits", "no", "--quick"]) == OK
-    text = page.read_text()
-    assert text.count("<tr>") == 1 + 2
-    assert "which is not expected to help without overfitting" in text
-    svg = text[text.index("<svg") : text.index("</svg>") + len("</svg>")]
-    assert len(ElementTree.fromstring(svg).findall("{*}g")) == 2 + 2
-    assert "2 norm layers" in capsys.readouterr().out
+def test_a_graph_of_the_layers_is_drawn(nets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    drawing = tmp_path / "layers.svg"
+    assert main(["inspect", f"{nets}:build", "--svg", str(drawing), "--overfits", "no", "--quick"]) == OK
+    assert len(ElementTree.fromstring(drawing.read_text()).findall("{*}g")) == 2 + 2
+    printed = capsys.readouterr().out
+    assert "2 norm layers" in printed
+    assert "Advice at batch size 32" in printed
 
 
 @pytest.mark.parametrize(
@@ -85,7 +83,7 @@ def test_html_holds_table_advice_and_picture(nets: Path, tmp_path: Path, capsys:
         (["{nets}:build", "--input", "3,x"], "--input is '3,x'; write the shape of one example"),
         (["{nets}:build", "--input", "3,0,8"], "--input is '3,0,8'"),
         (["{nets}:build", "--input", "4,8,8"], "the model does not accept example_input (of shape (4, 4, 8, 8))"),
-        (["{nets}:build", "--html", "/nowhere/at/all.html"], "--html /nowhere/at/all.html cannot be written"),
+        (["{nets}:build", "--svg", "/nowhere/at/all.svg"], "--svg /nowhere/at/all.svg cannot be written"),
         (["{nets}:plain"], "Linear has no norm layers"),
         (["{nets}:picky"], "no example input could be guessed"),
         (["{nets}:number"], "gave a int, not a torch.nn.Module"),

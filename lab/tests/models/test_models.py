@@ -11,8 +11,6 @@ from betternorm.errors import UserError
 from betternorm.integrations.checkpoints import read_checkpoint, state_dict_of
 from betternorm.layers import BatchGroupNorm, BatchRenorm, GhostBatchNorm, GroupedBatchNorm
 
-from ..conftest import SHARED
-
 
 def norms(model):
     return [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
@@ -195,11 +193,8 @@ def test_networks_that_cannot_be(options, words):
         models.build(options.pop("network", "resnet18"), 10, **options)
 
 
-def test_somebody_elses_weights_are_read():
-    path = next(iter(sorted((SHARED / "weights" / "cifar100_resnets").glob("*"))), None)
-    if path is None:
-        pytest.skip(f"no trained networks in {SHARED / 'weights'}")
-    state = state_dict_of(read_checkpoint(path))
+def test_published_weights_are_read(external_file):
+    state = state_dict_of(read_checkpoint(external_file("weights/cifar100_resnets/resnet8_cifar100.pth")))
     assert any(name.endswith("running_mean") for name in state)
 
 

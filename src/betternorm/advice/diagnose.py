@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from betternorm.advice.findings import BATCHES, CAUSES, MEASURED, STATE, Diagnosis, Finding
 from betternorm.advice.probe import Averages, Examples, Probe, Scores, is_batch_norm
 from betternorm.advice.state import (
+    FREEZE,
     distance,
     lagging,
     mode_findings,
@@ -30,8 +31,10 @@ from betternorm.weighing.metrics import METRICS
 from betternorm.weighing.temperature import at_inverse, best_inverse, is_at_the_end
 
 LEAST_TOP1, LEAST_LOSS = 0.005, 0.02  # what a finding has to cost: half a point, or 2 % of the loss
+CONFIDENCE = 0.99  # of the intervals of costs, because several settings are compared
 SMALL_BATCH = 8  # examples per batch in training, up to which their number can be the cause
-ALPHAS = (0.05, 0.1, 0.2, 0.4)
+ALPHAS = (0.1, 0.2, 0.4, 0.05)
+MOST_PASSES = 10
 FAR = 0.1  # distance of a layer's averages from the statistics of the data worth naming
 DEAD = 100  # variances on one side below eps, and on the other so many times larger
 
@@ -74,7 +77,8 @@ def diagnose(
     ====================== ============================================================================================
 
     State comes first, then batches, then the others by cost. Those need a cost of at least 0.5 points of top-1 accuracy
-    or 2 % of the loss, and an interval that excludes zero. The loss is the cross-entropy after temperature scaling.
+    or 2 % of the loss, and a 99 % interval that excludes zero (several settings are
+    compared). The loss is the cross-entropy after temperature scaling.
 
     Args:
         model: any model with batch norm layers that returns class logits.
@@ -102,7 +106,7 @@ def diagnose(
     skewed = ranks_that_disagree(_batch_norms(model))
     with _random_state_kept(loader, stats_loader), Bar("diagnosing", None, progress) as bar:
         examples = Examples(loader, max_examples)
-        stats = None if stats_loader is None else Examples(stats_loader, max_examples)
+        stats = None if stats_loader is None else Examples(stats_loader, max_examples, "stats_loader")
         size = train_batch_size or (stats.batch_size if stats else None)
         probe = Probe(model, examples, forward, seed, bar)
         return _Examination(model, probe, stats, size, skewed, try_fixes).run()
@@ -175,8 +179,10 @@ class _Examination:
                 except ValueError:  # one value per channel has no statistics
                     continue
                 name = f"train mode, {self.probe.examples.batch_size} per batch"
-                cost = self.probe.gain(self._measure(name, scores), before)
-                self.findings[place] = replace(finding, cost=cost, gain=cost if self.try_fixes else {})
+                cost = self.probe.gain(self._measure(name, scores), before, CONFIDENCE)
+                self.findings[place] = replace(
+                    finding, cost=cost, gain=self.probe.gain(scores, before) if self.try_fixes else {}
+                )
 
     def _batches(self) -> None:
         data, stats = self.probe.examples, self.stats
@@ -209,31 +215,34 @@ class _Examination:
         if (small := self._small_batches(before, after, expected)) is not None:
             self.findings.append(small)
             before = after
-        else:
-            cost = probe.gain(before, after)
-            if self.skewed or _is_finding(cost):
-                self._stale(before, expected, cost, uneven)
-        if stats is not None and _is_finding(cost := probe.gain(after, on_data)):
-            self._shifted(after, adapted, expected, cost)
+        shift = None if stats is None else probe.gain(after, on_data, CONFIDENCE)
+        shift = shift if shift is not None and _is_finding(shift) else None
+        cost = probe.gain(before, after, CONFIDENCE)
+        # Far from the training data, small differences between averages matter by chance.
+        stale = _is_finding(cost) and (shift is None or _size(cost) > _size(shift) / 4)
+        if stale or self.skewed or uneven:
+            self._stale(before, expected, cost if stale else {}, uneven)
+        if shift is not None:
+            self._shifted(after, adapted, expected, shift)
 
     def _stale(self, before: Scores, expected: Averages, cost: dict[str, Gain], uneven: tuple[str, ...]) -> None:
         """The averages do not fit: name the reason that the state of the layers gives."""
         probe = self.probe
         far = tuple(sorted((n for n in self.distances if self.distances[n] > FAR), key=lambda n: -self.distances[n]))
         fix = RECALIBRATE if self.stats is not None else f"{RECALIBRATE}  # training data"
-        gain = self._gain_of_averages(before, expected)
+        gain = self._gain_of_averages(before, expected) if cost or self.skewed else {}
         if self.skewed:
             why = "the ranks of the process group have different moving averages; a checkpoint keeps those of one"
             self.findings.append(Finding("rank_skew", why, self.skewed, fix, cost, gain))
             return
         if uneven:
             why = f"the averages of {len(uneven)} of {len(self.layers)} norm layers were updated less often than others"
-            self.findings.append(Finding("partly_frozen", why, uneven, fix, cost, gain))
+            self.findings.append(Finding("partly_frozen", why, uneven, fix if cost else FREEZE, cost, gain))
             return
         dead = self._dead(expected)
         if dead:
             repaired = {name: _merged(probe.averages[name], expected[name], mask) for name, mask in dead.items()}
-            of_dead = probe.gain(before, probe.evaluate(repaired, note="dead channels"))
+            of_dead = probe.gain(before, probe.evaluate(repaired, note="dead channels"), CONFIDENCE)
             if _is_finding(of_dead) and _size(of_dead) > _size(cost) / 2:
                 channels = sum(int(mask.sum()) for mask in dead.values())
                 why = f"{channels} channels have zero variance in the moving averages or in the data, but not in both"
@@ -277,12 +286,12 @@ class _Examination:
         averages, base, name = probe.averages, before, "alpha {:g}"
         if is_small and stats is not None:
             averages, base, name = expected, after, "averages of stats_loader, alpha {:g}"
-        alphas = ALPHAS if is_small else ALPHAS[1:3]
+        alphas = ALPHAS[: min(4 if is_small else 2, MOST_PASSES - 1 - round(probe.passes))]  # one is for dead channels
         tried = [self._measure(name.format(alpha), probe.evaluate(averages, alpha)) for alpha in alphas]
         if not is_small:
             return None
         best = min([base, *tried], key=lambda scores: probe.summary(scores)["loss"])
-        cost = probe.gain(before, best)
+        cost = probe.gain(before, best, CONFIDENCE)
         if not _is_finding(cost):
             return None
         assert self.train_batch_size is not None

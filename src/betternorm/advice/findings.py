@@ -29,9 +29,9 @@ class Finding:
         why: what was observed, in a sentence.
         layers: the names of the norm layers concerned.
         cost: by "top1" and "loss" (the cross-entropy after temperature scaling), the metric now, without the fault, and
-            a 95 % interval for the difference. Empty where the cost cannot be measured without training again.
+            a 99 % interval for the difference. Empty where the cost cannot be measured without training again.
         fix: the line to run. Its names are the arguments of `diagnose`.
-        gain: with ``try_fixes``, what that line gained on a copy, on examples that it did not use. Empty otherwise.
+        gain: with ``try_fixes``, what that line gained on a copy, on examples that it did not use, and 95 % intervals.
     """
 
     cause: str
@@ -94,11 +94,16 @@ class Diagnosis:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, strings, lists, and dicts, as `save` writes them."""
-        return {**asdict(self), "is_healthy": self.is_healthy}
+        findings = [asdict(f) | {"cost": _numbers(f.cost), "gain": _numbers(f.gain)} for f in self.findings]
+        return asdict(self) | {"findings": findings, "is_healthy": self.is_healthy}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write as JSON."""
         Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+
+
+def _numbers(gains: dict[str, Gain]) -> dict[str, dict[str, Any]]:
+    return {name: asdict(gain) | {"difference": gain.difference} for name, gain in gains.items()}
 
 
 def _cells(change: dict[str, Gain]) -> list[str]:

@@ -53,15 +53,30 @@ def normalise(
 
     ``averages``: running_mean, running_var, momentum and num_batches_tracked, which may be None; or nothing.
     """
-    if torch.compiler.is_compiling():
-        # Straight to the operator: torch.compile makes every gradient that it hands to a Function contiguous, which for
-        # channels_last is a copy there and a copy back. The steps of the moving averages are joined by the compiler.
-        y, _, _, mean, var = _forward(x, weight, bias, groups, channels_per_group, eps)
-        if averages:
-            plain.track(mean, var, *averages)
-        return y, mean, var
-    y, mean, var = _Normalise.apply(x, weight, bias, (groups, channels_per_group, eps), averages)  # type: ignore[no-untyped-call]
+    in_place = averages if averages and _default_types(averages) else ()
+    y, mean, var = _Normalise.apply(x, weight, bias, (groups, channels_per_group, eps), in_place)  # type: ignore[no-untyped-call]
+    if averages and not in_place:
+        plain.track(mean, var, *averages)
     return y, mean, var
+
+
+def normalise_in_graph(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, channels_per_group: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`normalise` as one operator of a compiled graph.
+
+    torch.compile makes every gradient that it hands to an autograd function contiguous, which for channels_last is a
+    copy there and a copy back.
+    """
+    y, _, _, mean, var = _forward(x, weight, bias, groups, channels_per_group, eps)
+    return y, mean, var
+
+
+def _default_types(averages: tuple[Any, ...]) -> bool:
+    """Whether the kernels can update these averages and this counter, which have the types that torch creates."""
+    running_mean, running_var, _, batches = averages
+    floats = running_mean.dtype == running_var.dtype == torch.float32
+    return floats and (batches is None or batches.dtype == torch.int64)
 
 
 def infer(
@@ -135,7 +150,7 @@ def _gradients(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, Tensor | Non
         return None, None, None
     x, weight, mean, rstd = ctx.saved_tensors
     need_dx, need_dweight, need_dbias = ctx.needs_input_grad[:3]
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    if torch.is_grad_enabled():
         return _differentiable_gradients(ctx, dy, x, weight)
     dx, dweight, dbias = _backward(dy, x, weight, mean, rstd, need_dx)
     if weight is not None and weight.dtype != dweight.dtype:

@@ -514,7 +514,7 @@ def _become(module: nn.Module, template: GroupedBatchNorm) -> None:
         record.buffers if record else lacking,
     )
     own.update(attributes)
-    module.__class__ = type(template)  # type: ignore[assignment]
+    module.__class__ = type(template)
     assert isinstance(module, GroupedBatchNorm)
     if "running_mean" in lacking:
         like = module.weight if module.weight is not None else torch.empty(0)

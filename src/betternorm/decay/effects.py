@@ -22,6 +22,9 @@ ACTS = 0.01
 _FACTORS = (0.5, 2.0)
 _FULL_CHANGE = 1 / 3
 
+# An output is mostly a constant if its variation over the examples is a smaller part of it; below the other, rounding.
+_CONSTANT, _ROUNDING = 0.1, 1e-5
+
 # Random directions in the space of outputs, one backward pass for each.
 _PROBES = 3
 
@@ -62,10 +65,27 @@ def _outputs_scaled(visit: Visit, parameters: list[nn.Parameter], factor: float,
 def _relative_change(base: list[Tensor], changed: list[Tensor]) -> float:
     def one(before: Tensor, after: Tensor) -> float:
         before, after = before.double(), after.double()
+        if _is_mostly_constant(before):
+            before, after = _centered(before), _centered(after)
         size = float(before.norm() + after.norm())
         return float((after - before).norm()) / size if size else 0.0
 
     return max(one(before, after) for before, after in zip(base, changed, strict=True))
+
+
+def _is_mostly_constant(output: Tensor) -> bool:
+    """Whether an output hardly depends on the example, as in a regression with a large bias.
+
+    Its effect is then measured on what does depend on the example.
+    """
+    if output.dim() == 0 or output.shape[0] < 2:
+        return False
+    size, varying = float(output.norm()), float(_centered(output).norm())
+    return _ROUNDING * size < varying < _CONSTANT * size
+
+
+def _centered(output: Tensor) -> Tensor:
+    return output - output.mean(0)
 
 
 def estimate_effects(trace: Trace, scaled: Scaled) -> dict[str | None, float]:
@@ -80,10 +100,7 @@ def estimate_effects(trace: Trace, scaled: Scaled) -> dict[str | None, float]:
     squares = dict.fromkeys(scaled, 0.0)
     for probe in range(_PROBES if outputs and parameters else 0):
         generator = torch.Generator().manual_seed(probe)
-        directions = [
-            torch.randn(output.shape, generator=generator).to(output) / output.detach().double().norm().to(output)
-            for output in outputs
-        ]
+        directions = [_direction(output.detach(), generator) for output in outputs]
         gradients = torch.autograd.grad(outputs, parameters, directions, retain_graph=True, allow_unused=True)
         along = {
             parameter: float((parameter.detach().double() * gradient.double()).sum())
@@ -93,3 +110,10 @@ def estimate_effects(trace: Trace, scaled: Scaled) -> dict[str | None, float]:
         for name in squares:
             squares[name] += sum(along.get(parameter, 0.0) for parameter in scaled[name]) ** 2
     return {name: min(1.0, math.sqrt(square / _PROBES)) for name, square in squares.items()}
+
+
+def _direction(output: Tensor, generator: torch.Generator) -> Tensor:
+    direction, reference = torch.randn(output.shape, generator=generator).to(output), output.double()
+    if _is_mostly_constant(reference):
+        direction, reference = _centered(direction), _centered(reference)
+    return torch.div(direction, reference.norm().to(direction))

@@ -17,6 +17,10 @@ from betternorm.third_party import RANDOM_DEPTH, imported_classes
 # Of a layer's eps while measuring: what eps keeps a normalisation from undoing, deep networks amplify.
 _EPS_LEFT = 1e-3
 
+# Layer scales are initialized with 1e-6 to 1e-4, and ReZero's with 0.
+_SMALL_SCALE = 1e-3
+_NOT_SCALES = ("bias", "beta", "token", "pos", "embed", "query")
+
 
 class Visit:
     """A visit to a model: training mode and gradients for everything inside, and all as before at the end."""
@@ -65,20 +69,27 @@ class Visit:
         return example.run(self.model, example_input, grad)
 
     def fill_zeros(self, layers: Mapping[str, nn.Module]) -> None:
-        """Give a value to each gamma and each matrix that is all zero, and so hides what lies behind it."""
+        """Give a value to gammas and matrices that are all zero, and to layer scales that are close to it.
+
+        They would hide what lies behind them, and training changes them.
+        """
         gammas = {gamma for layer in layers.values() for gamma in gammas_and_betas(layer)[0]}
+        scales = _layer_scales(self.model)
         with torch.no_grad():
             for parameter, _ in self._gradients:
-                hides = parameter in gammas or parameter.dim() >= 2
-                if not hides or not parameter.is_floating_point() or parameter.any():
+                if not parameter.is_floating_point() or parameter.numel() == 0:
                     continue
-                self._filled.append((parameter, parameter.clone()))
-                if parameter in gammas:
-                    parameter.fill_(1.0)
-                else:
+                largest = float(parameter.abs().max())
+                if (largest == 0 and parameter in gammas) or (largest <= _SMALL_SCALE and parameter in scales):
+                    value = torch.ones_like(parameter)
+                elif largest == 0 and parameter.dim() >= 2:
                     generator = torch.Generator().manual_seed(len(self._filled))
                     deviation = (parameter.numel() / parameter.shape[0]) ** -0.5
-                    parameter.copy_(deviation * torch.randn(parameter.shape, generator=generator))
+                    value = deviation * torch.randn(parameter.shape, generator=generator)
+                else:
+                    continue
+                self._filled.append((parameter, parameter.clone()))
+                parameter.copy_(value)
 
     def shrink_eps(self, layers: Mapping[str, nn.Module]) -> None:
         """Let normalisations undo what they would undo but for their eps."""
@@ -93,6 +104,21 @@ class Visit:
         with torch.no_grad():
             for buffer, value in self._buffer_values:
                 buffer.copy_(value)
+
+
+def _layer_scales(model: nn.Module) -> set[nn.Parameter]:
+    """Parameters that may scale a residual branch: ConvNeXt's layer scale, ReZero's alpha, SkipInit's gain.
+
+    They have no type of their own, so these are all vectors and scalars that a module outside of torch has and whose
+    name does not say that they are something else.
+    """
+    return {
+        parameter
+        for module in model.modules()
+        if not type(module).__module__.startswith("torch.nn.modules")
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.numel() == max(parameter.shape, default=1) and not any(word in name for word in _NOT_SCALES)
+    }
 
 
 def guess_input(model: nn.Module, batch_size: int = 4) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from betternorm_lab.report.charts import COLOURS
+from betternorm_lab.report.figures import COLORS
 
 RUN = "python -m betternorm_lab.evidence"
 PLACES = "--data DATA --weights WEIGHTS --work RUNS"
@@ -48,7 +48,7 @@ def draw(path: Path, panels: Sequence[Panel]) -> None:
             x = [categories.index(row[0]) + offset if named else row[0] for row in rows]
             y, low, high = ([row[k] for row in rows] for k in (1, 2, 3))
             errors = [[a - b for a, b in zip(y, low, strict=True)], [b - a for a, b in zip(y, high, strict=True)]]
-            color = COLOURS[number % len(COLOURS)][0]
+            color = COLORS[number % len(COLORS)]
             line = "none" if named else "-"
             axis.errorbar(x, y, errors, fmt="o", ls=line, ms=4, lw=1.2, capsize=2, color=color, label=name)
         if named:

@@ -33,7 +33,7 @@ from betternorm.weighing.shifts import corruptions
 
 BATCH, RATE = 64, 0.05
 STEPS, MORE = 400, 100  # of training, and of what a fault needs on top
-TRAINING, EXAMPLES, FRESH = 8000, 1000, 5000  # images
+TRAINING, EXAMPLES, FRESH = 8000, 1500, 6000  # images
 CLASSES = 10
 
 Data = TensorDataset
@@ -116,17 +116,17 @@ def _network(width: int, body: list[nn.Module], channels: int, classes: int) -> 
     return nn.Sequential(*stem, *body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
 
 
-def residual(width: int = 16, classes: int = CLASSES) -> nn.Module:
+def residual(width: int = 8, classes: int = CLASSES) -> nn.Module:
     stages = [Residual(width, width, 1), Residual(width, 2 * width, 2), Residual(2 * width, 4 * width, 2)]
     return _network(width, list(stages), 4 * width, classes)
 
 
-def plain(width: int = 16, classes: int = CLASSES) -> nn.Module:
+def plain(width: int = 8, classes: int = CLASSES) -> nn.Module:
     sizes = [(width, width, 1), (width, 2 * width, 2), (2 * width, 4 * width, 2)]
     return _network(width, [m for a, b, s in sizes for m in (*_conv(a, b, 3, s), nn.ReLU())], 4 * width, classes)
 
 
-def mobile(width: int = 16, classes: int = CLASSES) -> nn.Module:
+def mobile(width: int = 8, classes: int = CLASSES) -> nn.Module:
     sizes = [(width, width, 1), (width, 2 * width, 2), (2 * width, 2 * width, 1), (2 * width, 4 * width, 2)]
     return _network(width, [InvertedResidual(a, b, s) for a, b, s in sizes], 4 * width, classes)
 
@@ -183,7 +183,7 @@ def after_weight_averaging(bench: Bench) -> Case:
     averaged = torch.optim.swa_utils.AveragedModel(bench.model, use_buffers=False)
     model = copy.deepcopy(bench.model)
     for seed in range(4):
-        train(model, bench.train, bench.more // 3, rate=2 * RATE, seed=seed)
+        train(model, bench.train, bench.more // 2, rate=4 * RATE, seed=seed)
         averaged.update_parameters(model)
     return Case(averaged.module.eval(), **bench.loaders())
 
@@ -198,7 +198,7 @@ def from_other_data(bench: Bench) -> Case:
 
 
 def trained_with_two(bench: Bench) -> Case:
-    model = train(copy.deepcopy(bench.model), bench.train, 8 * bench.more, batch_size=2, rate=RATE / 10)
+    model = train(copy.deepcopy(bench.model), bench.train, 10 * bench.more, batch_size=2, rate=RATE / 4)
     return Case(model, **bench.loaders() | {"stats_loader": DataLoader(bench.train, 2, shuffle=True)})
 
 
@@ -215,12 +215,11 @@ def partly_frozen(bench: Bench) -> Case:
 
 
 def skewed_ranks(bench: Bench) -> Case:
-    """Two processes whose data differ: this one has seen half of the classes last. `run` starts both."""
-    images, labels = bench.train.tensors
+    """Two processes whose shards come from different sources; `in_two_processes` starts them."""
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     model = copy.deepcopy(bench.model).train()
     with torch.no_grad():
-        for x in images[(labels < CLASSES // 2) == (rank == 0)][: 30 * BATCH].split(BATCH):
+        for x in (bench.train.tensors[0] if rank else bench.other)[: 30 * BATCH].split(BATCH):
             model(x)
     return Case(model.eval(), **bench.loaders())
 

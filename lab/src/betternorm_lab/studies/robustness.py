@@ -84,9 +84,10 @@ NETWORKS: dict[str, Network] = {
         "imagenet",
         *IMAGENET,
         split="val",
-        judge=300,
-        batch_size=24,
-        steps=80,
+        fit=200,
+        judge=150,
+        batch_size=16,
+        steps=50,
     ),
     "ResNet-32": _cifar100(32),
     "ResNet-8": _cifar100(8, many=2000),
@@ -773,7 +774,7 @@ accuracy of the other method), mean of the fifteen; and the two ways to mix vari
 - The corruptions are our own code with the published constants for 32x32 and 224x224. Frost overlays the photographs of
   the public repository hendrycks/robustness. `fit_alpha` used severities 1, 3 and 5 of the validation corruptions
   (spatter: 4 and 5, which are mud).
-- MobileNetV2: 80 steps of 24 images per fit; the others 120 steps of 100.
+- MobileNetV2: 200 images to fit, 50 steps of 16 images; the others 300 images unless noted, 120 steps of 100.
 - Images of one class: batches of ten images sorted by class.
 """
 
@@ -786,10 +787,10 @@ def jobs(names: Iterable[str], arguments: argparse.Namespace) -> dict[str, Calla
     found: dict[str, Callable[[], dict[str, np.ndarray]]] = {}
     for name in names:
         network = NETWORKS[name]
-        for images in (network.fit, network.many):
-            if images:
-                found[f"builtin-{name}-{images}"] = partial(measure_builtin, name, network, images, arguments)
+        found[f"builtin-{name}-{network.fit}"] = partial(measure_builtin, name, network, network.fit, arguments)
         found[f"common-{name}"] = partial(measure_common, name, network, arguments)
+        if network.many:
+            found[f"builtin-{name}-{network.many}"] = partial(measure_builtin, name, network, network.many, arguments)
     return found
 
 

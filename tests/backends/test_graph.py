@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from betternorm.backends import plain
+from betternorm.backends import graph, plain
 from betternorm.conversion.convert import convert
 from betternorm.layers import GroupedBatchNorm
 from betternorm.weighing.alpha import set_alpha
@@ -33,7 +33,7 @@ def inputs(shape: tuple[int, ...], alpha: Any, affine: bool = True, dtype: torch
 @pytest.mark.parametrize("shape", SHAPES)
 def test_lean_is_plain(shape: tuple[int, ...], affine: bool, channels_per_group: int, alpha: float) -> None:
     given = inputs(shape, alpha, affine)
-    lean = plain.infer_lean(*given, channels_per_group, 1e-5)
+    lean = graph.infer(*given, channels_per_group, 1e-5)
     torch.testing.assert_close(lean, plain.infer(*given, channels_per_group, 1e-5), rtol=1e-11, atol=1e-11)
 
 
@@ -44,7 +44,7 @@ def test_no_input_makes_lean_inexact_below_an_alpha_of_one(alpha: float, offset:
     x, mean, *rest = inputs((4, 6, 8, 8), alpha)
     given = [x + offset, mean, *rest]
     exact = plain.infer(*given, 1, 1e-5)
-    lean = plain.infer_lean(*(tensor.float() for tensor in given), 1, 1e-5)
+    lean = graph.infer(*(tensor.float() for tensor in given), 1, 1e-5)
     # The input itself is rounded to float32: an error of half a unit in its last place, after scaling.
     rounding = (given[0].float().double() - given[0]).abs().max()
     assert (lean - exact).abs().max() <= 1e-5 * exact.abs().max() + 10 * rounding
@@ -53,7 +53,7 @@ def test_no_input_makes_lean_inexact_below_an_alpha_of_one(alpha: float, offset:
 @pytest.mark.parametrize("value", [0.1, 1e4 + 0.1, -3.3e7])
 def test_lean_is_finite_where_nothing_varies(value: float) -> None:
     x = torch.full((2, 3, 7, 7), value)
-    y = plain.infer_lean(x, torch.zeros(3), torch.ones(3), None, None, torch.tensor(1.0), 1, 1e-5)
+    y = graph.infer(x, torch.zeros(3), torch.ones(3), None, None, torch.tensor(1.0), 1, 1e-5)
     assert y.isfinite().all()
 
 
@@ -61,7 +61,7 @@ def test_lean_is_finite_where_nothing_varies(value: float) -> None:
 def test_lean_takes_statistics_of_half_precision_in_float32(dtype: torch.dtype) -> None:
     x, *rest = inputs((2, 6, 40, 40), 0.3, dtype=torch.float32)
     x = (x * 100).to(dtype)  # squares that float16 cannot hold
-    lean = plain.infer_lean(x, *rest, 1, 1e-5)
+    lean = graph.infer(x, *rest, 1, 1e-5)
     assert lean.dtype == dtype
     torch.testing.assert_close(lean, plain.infer(x.float(), *rest, 1, 1e-5).to(dtype), rtol=0.01, atol=0.01)
 
