@@ -111,13 +111,14 @@ def readers_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The files that the pages use: models, checkpoints, images and datasets."""
     folder = tmp_path_factory.mktemp("reader")
     (folder / "mine.py").write_text(NETS)
+    (folder / "classes.txt").write_text("".join(f"class-{number}\n" for number in range(1000)))
     (folder / "nets").mkdir()
     (folder / "nets" / "mine.py").write_text(NETS)
     for name in ("mine.pt", "best.pth"):
         torch.save(_model().state_dict(), folder / name)
     save_file(load_model("timm:resnet50").state_dict(), folder / "resnet50.safetensors")
     images = np.random.default_rng(0).integers(0, 256, (200, 32, 32, 3), dtype=np.uint8)
-    np.savez(folder / "val.npz", images=images[:64, :16, :16], labels=np.arange(64) % 10)
+    np.savez(folder / "val.npz", images=images[:128, :16, :16], labels=np.arange(128) % 10)
     for part in ("val", "photos", "imagenet/val"):
         for number, image in enumerate(images[:40]):
             place = folder / part / f"class-{number % 10}" / f"{number}.png"
@@ -221,7 +222,9 @@ def in_seconds(words: list[str]) -> list[str]:
     if command == "inspect" and published:
         return [*words, "--quick", "--batch-size", "2", "--input", "3,64,64"]
     if command == "tune" and published:
-        return [*words, "--size", "32"]
+        return [*words, "--size", "32", "--class-map", "classes.txt"]
+    if command == "fit":
+        return [*words, "--steps", "5"]
     if command == "train":
         return [*_without_address(words), *SMALL_TRAINING]
     if command == "reproduce" and "--images" in words:
