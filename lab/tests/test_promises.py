@@ -1,4 +1,4 @@
-"""Fault tolerance: an interruption leaves no process behind and no trial marked as failed, and the command continues."""
+"""Fault tolerance: an interruption leaves no process and no failed trial behind, and the same command continues."""
 
 import contextlib
 import json
