@@ -311,9 +311,7 @@ def page(rows: list[dict[str, Any]], names: list[str]) -> str:
             lines.append(f"| {' | '.join((*cells, worst(done, 'error after')))} |")
     left = ""
     if len(rows) < len(names):
-        left = (
-            f" {len(names) - len(rows)} of {len(names)} architectures (with and without batch norm) have not been run."
-        )
+        left = f"Of {len(names)} architectures with and without batch norm, {len(names) - len(rows)} were not run.\n"
     text = [
         HEAD.format(left=left, **versions(), **totals),
         *lines,
