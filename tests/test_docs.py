@@ -264,8 +264,6 @@ def _python(words: list[str]) -> None:
     if "benchmarks" in words:
         words = [*words, "--rounds", "20", "--only", "memory", "--json", str(Path.cwd() / "out.json")]
         words += [] if torch.cuda.is_available() else ["--device", "cpu"]
-    elif "betternorm_lab.studies.throughput" in words:
-        words = [word.replace("FOLDER", str(Path.cwd() / "data")) for word in words]
     else:
         at = words.index("--update") + 1
         copy = shutil.copy(ROOT / words[at], Path.cwd() / "copy.md")

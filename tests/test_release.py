@@ -97,7 +97,7 @@ def test_the_wheel_requires_torch_alone(wheel: Path) -> None:
     assert [line.split(">")[0] for line in required] == ["torch"]
     assert described["Version"] == betternorm.__version__
     assert "betternorm/py.typed" in names
-    assert not [name for name in names if "lab" in name]
+    assert not [name for name in names if "lab" in Path(name).parts[0]]
     assert not [name for name in names if name.startswith(("tests", "docs", "benchmarks"))]
     assert not [name for name in names if name.endswith((".cpp", ".h"))]
 
@@ -215,6 +215,12 @@ def test_import_with_torch_only(empty: Path) -> None:
     assert found.stdout == "[] GhostBatchNorm 2\n", found.stderr
 
 
+def test_the_readme_and_the_command_line_run_with_torch_only(empty: Path, tmp_path: Path) -> None:
+    result = run(empty, str(ROOT / "tests/torch_only.py"), str(ROOT / "README.md"), str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.endswith("imported: []\n")
+
+
 def test_importing_brings_in_nothing_of_ours_that_is_not_needed(empty: Path) -> None:
     script = (
         "import sys, torch; before = set(sys.modules)\n"
@@ -233,11 +239,13 @@ def test_the_command_line_without_the_lab(empty: Path, tmp_path: Path) -> None:
     assert helped.returncode == 0
     assert "pip install 'betternorm[lab]'" in helped.stdout
 
-    refused = run(empty, "-W", "ignore", "-m", "betternorm.cli", "train")
-    assert refused.returncode == 2
-    assert refused.stderr.startswith("betternorm train: this command is part of betternorm-lab, ")
-    assert refused.stderr.endswith("which is not installed: pip install 'betternorm[lab]'\n")
-    assert refused.stderr.count("\n") == 1
+    for name in ("demo", "train"):
+        refused = run(empty, "-W", "ignore", "-m", "betternorm.cli", name)
+        assert refused.returncode == 2
+        assert refused.stderr == (
+            f"betternorm {name}: this command is part of betternorm-lab, which is not installed: pip install "
+            "'betternorm[lab]'\n"
+        )
 
     (tmp_path / "nets.py").write_text(
         "from torch import nn\ndef build():\n    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))\n"
