@@ -284,7 +284,8 @@ class _Examination:
         probe, stats = self.probe, self.stats
         is_small = self.train_batch_size is not None and self.train_batch_size <= SMALL_BATCH
         averages, base, name = probe.averages, before, "alpha {:g}"
-        if is_small and stats is not None:
+        again = is_small and stats is not None and probe.summary(after)["loss"] < probe.summary(before)["loss"]
+        if again:
             averages, base, name = expected, after, "averages of stats_loader, alpha {:g}"
         alphas = ALPHAS[: min(4 if is_small else 2, MOST_PASSES - 1 - round(probe.passes))]  # one is for dead channels
         tried = [self._measure(name.format(alpha), probe.evaluate(averages, alpha)) for alpha in alphas]
@@ -297,10 +298,10 @@ class _Examination:
             return None
         examples = self.train_batch_size * min(map(window, self.layers.values()))
         why = f"trained with {self.train_batch_size} examples per batch; the averages reach back {examples:.0f}"
-        fix = f"betternorm.tune_alpha(model, loader{', stats_loader=stats_loader' if stats is not None else ''})"
+        fix = f"betternorm.tune_alpha(model, loader{', stats_loader=stats_loader' if again else ''})"
         gain: dict[str, Gain] = {}
         if self.try_fixes:
-            if stats is not None:
+            if again and stats is not None:
                 averages = probe.refine(expected, stats)
                 base = probe.evaluate(averages)
                 tried = [probe.evaluate(averages, alpha) for alpha in alphas]
@@ -351,7 +352,9 @@ class _Examination:
         if inverse <= 0 or is_at_the_end(inverse):
             return
         plain = at_inverse(curves, 1.0)
-        self.measured["evaluation mode, not scaled"] = self.measured["evaluation mode"] | {"loss": float(plain.mean())}
+        self.measured["evaluation mode, logits not scaled"] = self.measured["evaluation mode"] | {
+            "loss": float(plain.mean())
+        }
 
         def gain(after: Tensor) -> dict[str, Gain]:
             keys = self.probe.examples.keys
