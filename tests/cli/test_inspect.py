@@ -56,6 +56,22 @@ def test_report_and_advice_on_the_terminal(nets: Path, capsys: pytest.CaptureFix
     assert "Advice at batch size 64" in printed
 
 
+def test_the_assumed_input_is_printed(nets: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", f"{nets}:build", "--quick"]) == OK
+    assert "input: 3x64x64 (guessed; --input sets it)" in capsys.readouterr().out
+    assert main(["inspect", f"{nets}:build", "--quick", "--input", "3,8,8"]) == OK
+    assert "input: 3x8x8 (as given by --input)" in capsys.readouterr().out
+
+
+def test_a_known_model_is_inspected_at_its_own_resolution(capsys: pytest.CaptureFixture[str]) -> None:
+    """The last layer of a resnet18 has 7x7 positions, so two examples give 98 values."""
+    assert main(["inspect", "torchvision:resnet18", "--quick", "--batch-size", "2", "--quiet"]) == OK
+    printed = capsys.readouterr().out
+    assert "input: 3x224x224 (declared by the model; --input sets another)" in printed
+    last = next(line for line in printed.splitlines() if line.startswith("layer4.1.bn2"))
+    assert " 98 " in last
+
+
 @pytest.mark.parametrize("options", [[], ["--quick"], ["--input", "3,16,16"]])
 def test_json(nets: Path, capsys: pytest.CaptureFixture[str], options: list[str]) -> None:
     assert main(["inspect", f"{nets}:build", "--batch-size", "2", "--json", *options]) == OK

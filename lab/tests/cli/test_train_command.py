@@ -126,12 +126,12 @@ def test_given_again_it_shows_the_result_and_trains_nothing(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--norm gohst", "norm is 'gohst'; it has to be one of batch"),
+        ("--norm gohst", "norm is 'gohst'; it must be one of batch"),
         ("--norm-option ghost_size", "--norm-option is 'ghost_size'; write it as NAME=VALUE"),
         ("--dataset svhn --data-root nowhere", "dataset svhn (SVHN) is not in"),
         ("--batch-size 5000", "batch_size is 5000; the training split has 1079"),
         ("--learning-rate 1e30", "the loss is nan at step"),
-        ("--epochs 0", "epochs is 0; it has to be 1 or more"),
+        ("--epochs 0", "epochs is 0; it must be 1 or more"),
         ("--export rows.xlsx", "it has to end in .csv or .parquet"),
         ("--output /proc/nowhere", "output folder /proc/nowhere cannot be written"),
     ],

@@ -193,13 +193,13 @@ def not_npz(folder):
         (lambda folder: npz(folder, x=np.zeros(3)), "needs train_images"),
         (
             lambda folder: npz(folder, train_images=pixels(9), train_labels=np.arange(9) - 1, classes=np.arange(9)),
-            "they have to be from 0 to 8",
+            "they must be from 0 to 8",
         ),
         (
             lambda folder: npz(folder, train_images=pixels(9), train_labels=np.arange(9), classes=np.arange(4)),
-            "they have to be from 0 to 3",
+            "they must be from 0 to 3",
         ),
-        (lambda folder: ("cifra10", {}), "'cifra10'; it has to be one of digits, cifar10"),
+        (lambda folder: ("cifra10", {}), "'cifra10'; it must be one of digits, cifar10"),
         (lambda folder: ("svhn", {}), "put train_32x32.mat, extra_32x32.mat and test_32x32.mat or svhn.npz there"),
         (lambda folder: ("cub2011", {}), "is not in .*BETTERNORM_DATA$"),
         (lambda folder: ("digits", {"classes": 11}), "classes is 11; digits has 10"),

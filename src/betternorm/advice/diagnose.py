@@ -32,7 +32,7 @@ from betternorm.weighing.temperature import at_inverse, best_inverse, is_at_the_
 
 LEAST_TOP1, LEAST_LOSS = 0.005, 0.02  # what a finding has to cost: half a point, or 2 % of the loss
 CONFIDENCE = 0.99  # of the intervals of costs, because several settings are compared
-SMALL_BATCH = 8  # examples per batch in training, up to which their number can be the cause
+SMALL_BATCH, TINY_BATCH = 8, 4  # examples per batch in training that are a finding: with a cost, and in any case
 ALPHAS = (0.1, 0.2, 0.4, 0.05)
 MOST_PASSES = 10
 FAR = 0.1  # distance of a layer's averages from the statistics of the data worth naming
@@ -214,7 +214,7 @@ class _Examination:
         self.distances = {name: distance(probe.averages[name], expected[name]) for name in probe.layers}
         if (small := self._small_batches(before, after, expected)) is not None:
             self.findings.append(small)
-            before = after
+            before = after if _is_finding(small.cost) else before
         shift = None if stats is None else probe.gain(after, on_data, CONFIDENCE)
         shift = shift if shift is not None and _is_finding(shift) else None
         cost = probe.gain(before, after, CONFIDENCE)
@@ -292,9 +292,9 @@ class _Examination:
             return None
         best = min([base, *tried], key=lambda scores: probe.summary(scores)["loss"])
         cost = probe.gain(before, best, CONFIDENCE)
-        if not _is_finding(cost):
-            return None
         assert self.train_batch_size is not None
+        if self.train_batch_size > TINY_BATCH and not _is_finding(cost):
+            return None
         examples = self.train_batch_size * min(map(window, self.layers.values()))
         why = f"trained with {self.train_batch_size} examples per batch; the averages reach back {examples:.0f}"
         fix = f"betternorm.tune_alpha(model, loader{', stats_loader=stats_loader' if stats is not None else ''})"

@@ -1,4 +1,4 @@
-"""Inference in the form for graphs that others run: torch.compile, torch.export, torch.jit.trace and ONNX."""
+"""The form for graphs that others run: torch.compile, torch.export, torch.jit.trace and ONNX."""
 
 from __future__ import annotations
 
@@ -8,6 +8,22 @@ from torch import Tensor
 from betternorm.backends import plain
 from betternorm.backends.plain import along_space, at_least_float32, over_channels, total
 from betternorm.backends.routing import exporting_to_onnx, tracing
+
+
+def normalise(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, channels_per_group: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`plain.normalise` without the gradient of torch.var.
+
+    With image sizes that vary, Inductor cannot compile it (torch 2.13: "Cannot convert expression to float").
+    """
+    wide = at_least_float32(x)
+    if x.dim() == 2:
+        return plain.normalise(x, weight, bias, groups, channels_per_group, eps)
+    space = tuple(range(2, x.dim()))
+    mean = wide.mean(space)
+    var = (wide - along_space(mean, x)).square().mean(space)
+    return plain.normalise_with(mean, var, x, weight, bias, groups, channels_per_group, eps)
 
 
 def infer(

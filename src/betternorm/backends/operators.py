@@ -231,6 +231,14 @@ class _Infer(torch.autograd.Function):
 # ---- shapes ----
 
 
+def dense(x: Tensor) -> Tensor:
+    """x itself if it is contiguous or channels_last, of any rank, otherwise a contiguous copy.
+
+    Kernels compute on this, and outputs like x have its strides. `cpu/operators.cpp` has the same rule.
+    """
+    return x if x.is_contiguous() or x.movedim(1, -1).is_contiguous() else x.contiguous()
+
+
 def _forward_shapes(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, channels_per_group: int, eps: float
 ) -> Five:
@@ -239,7 +247,7 @@ def _forward_shapes(
     mean, rstd, batch_mean, batch_var = (
         x.new_empty(size, dtype=torch.float32) for size in (table, table, channels, channels)
     )
-    return torch.empty_like(x), mean, rstd, batch_mean, batch_var
+    return torch.empty_like(dense(x)), mean, rstd, batch_mean, batch_var
 
 
 def _forward_and_track_shapes(*inputs: Any) -> Five:
@@ -249,17 +257,17 @@ def _forward_and_track_shapes(*inputs: Any) -> Five:
 def _backward_shapes(
     dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, need_dx: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dx = torch.empty_like(x) if need_dx else x.new_empty(0, dtype=torch.float32)
+    dx = torch.empty_like(dense(x)) if need_dx else x.new_empty(0, dtype=torch.float32)
     return dx, mean.new_empty(x.shape[1]), mean.new_empty(x.shape[1])
 
 
 def _infer_shapes(x: Tensor, *unused: Any) -> Tensor:
-    return torch.empty_like(x)
+    return torch.empty_like(dense(x))
 
 
 def _infer_backward_shapes(dy: Tensor, x: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     of_alpha, of_weight, of_bias = (x.new_empty(x.shape[1], dtype=torch.float32) for _ in range(3))
-    dx = torch.empty_like(x) if others[-1] else x.new_empty(0, dtype=torch.float32)
+    dx = torch.empty_like(dense(x)) if others[-1] else x.new_empty(0, dtype=torch.float32)
     return dx, of_alpha, of_weight, of_bias
 
 
@@ -296,9 +304,22 @@ def _cuda_forward_and_track(*inputs: Any) -> Five:
 def _cuda_backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, need_dx: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
+    _check_statistics(dy, x, mean, rstd)
     groups, channels_per_group = mean.shape[0], x.shape[1] // mean.shape[1]
     dx, dweight, dbias = _triton().backward(dy, x, weight, mean, rstd, groups, channels_per_group, need_dx)
     return x.new_empty(0, dtype=torch.float32) if dx is None else dx, dweight, dbias
+
+
+def _check_statistics(dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> None:
+    """As in `cpu/operators.cpp`: a kernel would read out of bounds."""
+    if dy.shape != x.shape:
+        raise ValueError(f"dy has shape {tuple(dy.shape)} and the input {tuple(x.shape)}")
+    for name, t in (("mean", mean), ("rstd", rstd)):
+        if t.dim() != 2 or t.dtype != torch.float32 or not t.is_contiguous() or t.shape != mean.shape:
+            raise ValueError(f"{name} has to be a contiguous float32 table (groups, channel groups)")
+    groups, channel_groups = mean.shape
+    if not 1 <= groups <= x.shape[0] or channel_groups < 1 or x.shape[1] % channel_groups:
+        raise ValueError(f"mean has shape {tuple(mean.shape)}, which does not fit an input of {tuple(x.shape)}")
 
 
 def _cuda_infer(*inputs: Any) -> Tensor:

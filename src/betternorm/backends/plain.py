@@ -18,7 +18,20 @@ def normalise(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, channels_per_group: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Training: the output, and the mean and biased variance of every channel over the batch."""
-    mean, var = example_moments(x)
+    return normalise_with(*example_moments(x), x, weight, bias, groups, channels_per_group, eps)
+
+
+def normalise_with(
+    mean: Tensor,
+    var: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    groups: int,
+    channels_per_group: int,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`normalise`, given the moments of the examples."""
     group_mean, group_var = total(mean, var, lambda table: over_group(table, channels_per_group, groups))
     batch_mean, batch_var = total(mean.detach(), var.detach(), lambda table: table.mean(0, keepdim=True))
     return apply_statistics(x, group_mean, group_var, weight, bias, eps), batch_mean[0], batch_var[0]

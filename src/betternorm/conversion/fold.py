@@ -340,7 +340,7 @@ class _Calls(TorchDispatchMode):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.layers = [m for m in model.modules() if isinstance(m, (_BatchNorm, *_ABSORBING))]
         self.owners = {
             id(tensor): module
@@ -362,11 +362,11 @@ class _Calls(TorchDispatchMode):
                 layer.register_forward_pre_hook(self._enter_layer, with_kwargs=True),
                 layer.register_forward_hook(self._leave_layer),
             ]
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         for hook in self.hooks:
             hook.remove()
 
@@ -595,6 +595,7 @@ def _fold(layer: nn.Module, norm: nn.Module) -> None:
     buffers = norm._buffers
     weight, bias, mean, var = layer.weight, layer.bias, buffers["running_mean"], buffers["running_var"]
     assert isinstance(weight, Tensor)
+    assert bias is None or isinstance(bias, Tensor)
     assert mean is not None
     assert var is not None
     with torch.no_grad():

@@ -116,4 +116,4 @@ def _direction(output: Tensor, generator: torch.Generator) -> Tensor:
     direction, reference = torch.randn(output.shape, generator=generator).to(output), output.double()
     if _is_mostly_constant(reference):
         direction, reference = _centered(direction), _centered(reference)
-    return direction / reference.norm().to(direction)
+    return torch.div(direction, reference.norm().to(direction))

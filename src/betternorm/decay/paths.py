@@ -17,6 +17,8 @@ from betternorm.example import input_tensors, tensors_in
 
 @dataclass
 class Trace:
+    """What one forward pass shows."""
+
     outputs: list[Tensor]
     batch_size: int
     calls: dict[str, int]

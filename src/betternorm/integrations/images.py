@@ -159,7 +159,7 @@ class LabeledImages(torch.utils.data.Dataset):  # type: ignore[type-arg]
     """
 
     def __init__(
-        self, pictures: Sequence[Any], labels: Sequence[int], how: Preprocessing | None, source: str, folders: int = 0
+        self, pictures: Any, labels: Any, how: Preprocessing | None, source: str, folders: int = 0
     ) -> None:
         self.pictures, self.labels, self.how = pictures, [int(label) for label in labels], how
         self.source, self.folders = source, folders

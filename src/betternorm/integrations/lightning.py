@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn, optim
 
-from betternorm.advice import upgrade
+from betternorm.advice import Diagnosis, diagnose, upgrade
 from betternorm.conversion.convert import convert
 from betternorm.decay import param_groups
 from betternorm.integrations import torchvision as torchvision_support
 from betternorm.weighing.alpha import get_alpha, set_alpha, weighed_layers
-from betternorm.weighing.batches import Forward
+from betternorm.weighing.batches import Forward, evaluating
 from betternorm.weighing.metrics import AnyMetric
 from betternorm.weighing.result import AlphaSearch
 from betternorm.weighing.search import tune_alpha
@@ -43,6 +43,7 @@ class BetterNorm(Callback):
             None to leave the optimizers unchanged. Parameters that :func:`betternorm.param_groups` would not decay are
             moved into separate parameter groups, also in the schedulers. The module's ``example_input_array`` is used
             if set.
+        diagnose: whether to run :func:`betternorm.diagnose` on the validation data first, and log the findings.
         tune: whether to tune alpha after training, on the first validation loader.
         objective, forward: as for :func:`betternorm.tune_alpha`. With several processes, the first one tunes alpha on
             its share of the data and broadcasts it.
@@ -50,6 +51,7 @@ class BetterNorm(Callback):
 
     Attributes:
         found: the :class:`betternorm.AlphaSearch`, after training.
+        diagnosis: the :class:`betternorm.Diagnosis`, if ``diagnose=True``.
 
     Examples::
 
@@ -63,6 +65,7 @@ class BetterNorm(Callback):
         *,
         to: str | None = None,
         norm_decay: str | None = "auto",
+        diagnose: bool = False,
         tune: bool = True,
         objective: AnyMetric | None = None,
         forward: Forward | None = None,
@@ -75,6 +78,8 @@ class BetterNorm(Callback):
         if norm_decay not in ("auto", "all", "none", None):
             raise ValueError(f'norm_decay is {norm_decay!r}; it must be "auto", "all", "none" or None')
         self.batch_size, self.to, self.options = batch_size, to, options
+        self.diagnose = diagnose
+        self.diagnosis: Diagnosis | None = None
         self.norm_decay, self.tune, self.objective, self.forward = norm_decay, tune, objective, forward
         self.found: AlphaSearch | None = None
 
@@ -84,7 +89,7 @@ class BetterNorm(Callback):
         if self.batch_size is not None:
             upgrade(pl_module, self.batch_size, verbose=trainer.is_global_zero)
         else:
-            convert(pl_module, self.to or "weighed", **self.options)
+            convert(pl_module, self.to or "weighed", **self.options)  # type: ignore[call-overload]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.norm_decay is None:
@@ -100,13 +105,19 @@ class BetterNorm(Callback):
                 _extend(config.scheduler, optimizer, added)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not self.tune:
+        if not (self.tune or self.diagnose):
             return
         loader = trainer.val_dataloaders
         if isinstance(loader, (list, tuple)):
             loader = loader[0] if loader else None
         if loader is None:
             warnings.warn("alpha was not tuned: the Trainer has no validation data", stacklevel=2)
+            return
+        if self.diagnose:  # on every rank, because ranks are compared
+            with torch.inference_mode(False), evaluating(pl_module):
+                self.diagnosis = diagnose(pl_module, loader, forward=self.forward)
+            rank_zero_info(str(self.diagnosis))
+        if not self.tune:
             return
         if trainer.is_global_zero:
             with torch.inference_mode(False):

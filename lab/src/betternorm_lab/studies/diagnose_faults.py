@@ -143,8 +143,9 @@ def train(
     seed: int = 0,
     prepare: Callable[[nn.Module], object] = nn.Module.train,
     batches: Iterable[Any] | None = None,
+    constant: bool = False,
 ) -> nn.Module:
-    """SGD with momentum and a cosine schedule; ``prepare`` sets the modes before each step."""
+    """SGD with momentum and a cosine schedule, or a constant rate; ``prepare`` sets the modes before each step."""
     optimizer = torch.optim.SGD(model.parameters(), rate, momentum=0.9, weight_decay=1e-4, nesterov=True)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     random = torch.Generator().manual_seed(seed)
@@ -155,7 +156,8 @@ def train(
             optimizer.zero_grad()
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
-            schedule.step()
+            if not constant:
+                schedule.step()
             done += 1
             if done == steps:
                 break
@@ -198,7 +200,8 @@ def from_other_data(bench: Bench) -> Case:
 
 
 def trained_with_two(bench: Bench) -> Case:
-    model = train(copy.deepcopy(bench.model), bench.train, 10 * bench.more, batch_size=2, rate=RATE / 4)
+    """Two examples per batch, and torch's momentum: averages over twenty images."""
+    model = train(copy.deepcopy(bench.model), bench.train, 6 * bench.more, 2, RATE / 10, constant=True)
     return Case(model, **bench.loaders() | {"stats_loader": DataLoader(bench.train, 2, shuffle=True)})
 
 

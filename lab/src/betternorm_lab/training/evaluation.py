@@ -69,10 +69,10 @@ def calibrated_rows(
     return rows
 
 
-def best_alpha(measured: Evaluations, metric: str) -> float:
-    """The alpha with the best value of a metric."""
-    alpha: float = best_for(measured.column(metric), measured.single_alphas(), measured.baseline)
-    return alpha
+def best_alphas(measured: Evaluations, metrics: Iterable[str]) -> Metrics:
+    """The best alpha for each metric, by the library's rule."""
+    alphas = measured.single_alphas()
+    return {name: best_for(measured.column(name), alphas, measured.baseline) for name in metrics}
 
 
 def with_alpha(model: nn.Module) -> float:
