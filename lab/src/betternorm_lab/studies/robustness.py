@@ -38,6 +38,7 @@ STRENGTHS = (0.125, 0.25, 0.375, 0.5, 0.75, 1.0)
 SINGLE = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3)  # candidates for one alpha in the whole model
 LEVELS = {"speckle_noise": (1, 3, 5), "gaussian_blur": (1, 3, 5), "spatter": (4, 5), "saturate": (1, 3, 5)}
 FOLDS = 3
+JUDGE_COMMON = 400  # images at most, under each of the fifteen corruptions
 TUNE = 100  # images, under every validation corruption, for the methods with one alpha
 
 
@@ -217,6 +218,7 @@ def validation_shifts(network: Network) -> dict[str, Shift]:
 def measure_common(name: str, network: Network, arguments: argparse.Namespace) -> dict[str, np.ndarray]:
     size = network.batch_size
     judged, fitted = parts(network, arguments.data, network.judge, network.fit)
+    judged = Part(judged.pixels[:JUDGE_COMMON], judged.labels[:JUDGE_COMMON], judged.mean, judged.std)
     model = converted(network, arguments.weights)
     shifts = validation_shifts(network)
     options = {"shifts": shifts, "progress": arguments.progress}
@@ -291,6 +293,7 @@ Forward = Callable[[Any, Tensor], Tensor]
 @contextmanager
 def changed(model: nn.Module, forward: Forward) -> Iterator[None]:
     """The norm layers with another forward pass."""
+    set_alpha(model, 0.0)  # a layer with an alpha does not let others read its averages
     layers = weighed_layers(model).values()
     for layer in layers:
         layer.forward = forward.__get__(layer)  # type: ignore[method-assign]
