@@ -54,7 +54,10 @@ def normalise(
     ``averages``: running_mean, running_var, momentum and num_batches_tracked, which may be None; or nothing.
     """
     in_place = averages if averages and _default_types(averages) else ()
-    y, mean, var = _Normalise.apply(x, weight, bias, (groups, channels_per_group, eps), in_place)  # type: ignore[no-untyped-call]
+    if torch.is_grad_enabled():
+        y, mean, var = _Normalise.apply(x, weight, bias, (groups, channels_per_group, eps), in_place)  # type: ignore[no-untyped-call]
+    else:
+        y, _, _, mean, var = _run(x, weight, bias, (groups, channels_per_group, eps), in_place)
     if averages and not in_place:
         plain.track(mean, var, *averages)
     return y, mean, var
@@ -110,11 +113,7 @@ class _Normalise(torch.autograd.Function):
         groups: tuple[int, int, float],
         averages: tuple[Any, ...],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if averages:
-            y, mean, rstd, batch_mean, batch_var = _forward_and_track(x, weight, bias, *groups, *averages)
-            torch.autograd.graph.increment_version([t for t in averages if isinstance(t, Tensor)])
-        else:
-            y, mean, rstd, batch_mean, batch_var = _forward(x, weight, bias, *groups)
+        y, mean, rstd, batch_mean, batch_var = _run(x, weight, bias, groups, averages)
         _keep(ctx, x, weight, bias, groups, mean, rstd)
         ctx.mark_non_differentiable(batch_mean, batch_var)
         return y, batch_mean, batch_var
@@ -122,6 +121,17 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, *unused: Tensor | None) -> tuple[Tensor | None, ...]:
         return (*_gradients(ctx, dy), None, None)
+
+
+def _run(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: tuple[int, int, float], averages: tuple[Any, ...]
+) -> Five:
+    if not averages:
+        results: Five = _forward(x, weight, bias, *groups)
+        return results
+    results = _forward_and_track(x, weight, bias, *groups, *averages)
+    torch.autograd.graph.increment_version([t for t in averages if isinstance(t, Tensor)])
+    return results
 
 
 def _keep(
