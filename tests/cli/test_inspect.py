@@ -52,8 +52,24 @@ def test_report_and_advice_on_the_terminal(nets: Path, capsys: pytest.CaptureFix
     first, last = (line.split() for line in printed.splitlines()[2:4])
     assert (first[0], first[-4], first[-2:]) == ("1", "no", ["no", "decay"])
     assert (last[0], last[-3], last[-1]) == ("4", "yes", "decay")
-    assert "2 norm layers at batch size 64: 1 with a path to the output, 1 whose effect is above 0.01" in printed
+    assert "2 norm layers at batch size 64: 1 with a path to the output, 1 with an effect above 0.01" in printed
     assert "Advice at batch size 64" in printed
+
+
+def test_the_assumed_input_is_printed(nets: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", f"{nets}:build", "--quick"]) == OK
+    assert "input: 3x64x64 (guessed; --input sets it)" in capsys.readouterr().out
+    assert main(["inspect", f"{nets}:build", "--quick", "--input", "3,8,8"]) == OK
+    assert "input: 3x8x8 (as given by --input)" in capsys.readouterr().out
+
+
+def test_a_known_model_is_inspected_at_its_own_resolution(capsys: pytest.CaptureFixture[str]) -> None:
+    """The last layer of a resnet18 has 7x7 positions, so two examples give 98 values."""
+    assert main(["inspect", "torchvision:resnet18", "--quick", "--batch-size", "2", "--quiet"]) == OK
+    printed = capsys.readouterr().out
+    assert "input: 3x224x224 (declared by the model; --input sets another)" in printed
+    last = next(line for line in printed.splitlines() if line.startswith("layer4.1.bn2"))
+    assert " 98 " in last
 
 
 @pytest.mark.parametrize("options", [[], ["--quick"], ["--input", "3,16,16"]])

@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from weighing_networks import group_norm
 
 import betternorm
 from betternorm import AlphaFit, fit_alpha
 from betternorm.errors import UncertainGainWarning
 from betternorm.weighing.alpha import weighed_layers
-from tests.weighing.weighing_networks import group_norm
 
 CLASSES = 4
 SHIFTS = {

@@ -340,6 +340,16 @@ def test_the_table_of_pretrained_models_has_the_numbers_of_its_rows(rows):
         assert int(images.replace(",", "")) == row["examples"]
 
 
+def test_the_table_of_temperatures_has_the_numbers_of_its_rows(rows):
+    _, *lines = table(PAGES / "alpha-pretrained.md", "Cross-entropy: alpha, temperature, and both")
+    by_model = {row["network"]: row for row in rows["small"].rows if row["kind"] == "alpha-by-metric"}
+    assert len(lines) == len(by_model)
+    for model, *numbers, _ in lines:
+        row = by_model[f"cifar100_resnet{model.removeprefix('ResNet-')}"]
+        gains = (row["gain_cross_entropy"], row["gain_calibrated_cross_entropy"])
+        assert numbers == [f"{gain[part]:.4f}" for gain in gains for part in ("before", "after")]
+
+
 def test_every_difference_of_the_statements_is_on_the_page_of_an_experiment():
     quoted = re.findall(
         rf"\| ({NUMBER} \[{NUMBER}, {NUMBER}\]) \(n = \d+\), (\w+) \|", (PAGES / "statements.md").read_text()

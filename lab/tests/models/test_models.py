@@ -177,13 +177,13 @@ def test_weights_that_do_not_fit(tmp_path, write, words):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"norm": "gohst"}, "norm is 'gohst'; it has to be one of batch, weighed"),
+        ({"norm": "gohst"}, "norm is 'gohst'; it must be one of batch, weighed"),
         ({"norm": "ghost", "norm_options": {"size": 4}}, "has no option 'size'"),
         ({"norm": "ghost", "norm_options": {"ghost_size": 0}}, "ghost_size=0"),
         ({"norm": "group", "norm_options": {"num_groups": 5}}, "num_groups=5"),
         ({"norm": "batch", "norm_options": {"ghost_size": 4}}, "batch norm takes none"),
         ({"norm": "nowhere:function"}, "cannot be imported"),
-        ({"network": "resnet19"}, "network is 'resnet19'; it has to be resnet18, "),
+        ({"network": "resnet19"}, "network is 'resnet19'; it must be resnet18, "),
         ({"network": "timm:resnet19"}, "timm has no model"),
         ({"width": 0}, "width is 0"),
     ],

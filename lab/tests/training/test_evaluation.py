@@ -5,7 +5,7 @@ import pytest
 import torch
 from betternorm_lab.training import CALIBRATED, JUDGED_BY, Config, build_model, load_data, tune_for_row
 from betternorm_lab.training.config import set_window
-from betternorm_lab.training.evaluation import calibrated_rows, evaluate, evaluations, with_alpha
+from betternorm_lab.training.evaluation import best_alphas, calibrated_rows, evaluate, evaluations, with_alpha
 from betternorm_lab.trials import Runtime
 from scipy import optimize
 from torch import nn
@@ -73,7 +73,7 @@ def test_the_library_and_the_lab_have_one_definition_of_the_metric(overconfident
         assert {name: ours[name] for name in (*JUDGED_BY, CALIBRATED)} == pytest.approx(
             {name: row[name] for name in (*JUDGED_BY, CALIBRATED)}, rel=1e-6
         )
-    assert {name: measured.best(name) for name in (*JUDGED_BY, CALIBRATED)} == search.best
+    assert best_alphas(measured, (*JUDGED_BY, CALIBRATED)) == search.best
 
 
 def test_every_metric_has_its_own_best_alpha():
@@ -84,9 +84,10 @@ def test_every_metric_has_its_own_best_alpha():
     alphas = [0.0, 0.1, 0.5, 1.0]
     measured = evaluations(network, data, alphas)
     rows = dict(zip(alphas, calibrated_rows(measured, alphas), strict=True))
+    best = best_alphas(measured, (*JUDGED_BY, CALIBRATED))
     for name in ("cross_entropy", CALIBRATED):
-        assert measured.best(name) == min(alphas, key=lambda alpha: rows[alpha][name])
-    assert measured.best("top1") == max(alphas, key=lambda alpha: rows[alpha]["top1"])  # of equals the first, alpha 0
+        assert best[name] == min(alphas, key=lambda alpha: rows[alpha][name])
+    assert best["top1"] == max(alphas, key=lambda alpha: rows[alpha]["top1"])  # of equals the first, alpha 0
 
 
 def test_a_row_of_an_alpha_is_the_network_with_this_alpha():

@@ -14,8 +14,8 @@ from betternorm.weighing.evidence import Gain
 
 # Every cause that a finding can have, in the order in which findings are listed: state, batches, then by cost.
 STATE = ("train_mode", "partly_frozen", "rank_skew")
-BATCHES = ("sorted_batches", "leftover_batch")
-MEASURED = ("lagging_averages", "mismatched_averages", "small_batches", "shifted_data", "dead_channels")
+BATCHES = ("sorted_batches", "leftover_batch", "small_batches")
+MEASURED = ("lagging_averages", "mismatched_averages", "shifted_data", "dead_channels")
 NOTES = ("overconfident",)
 CAUSES = (*STATE, *BATCHES, *MEASURED, *NOTES)
 
@@ -73,7 +73,7 @@ class Diagnosis:
 
     def __str__(self) -> str:
         rows = [[name, f"{row['top1']:.1%}", f"{row['loss']:.3f}"] for name, row in self.measured.items()]
-        parts = [table([f"{self.examples} examples", "top-1", "loss after temperature scaling"], rows)]
+        parts = [table([f"{self.examples} examples", "top-1", "loss (scaled)"], rows)]
         if self.findings:
             tried = any(finding.gain for finding in self.findings)
             parts.append(

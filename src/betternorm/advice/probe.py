@@ -15,7 +15,16 @@ from betternorm.conversion.convert import convert
 from betternorm.display.progress import Bar
 from betternorm.layers import GroupedBatchNorm
 from betternorm.third_party import is_frozen
-from betternorm.weighing.batches import Forward, device_of, example_keys, iterate, output_and_target, output_of, select
+from betternorm.weighing.batches import (
+    Forward,
+    device_of,
+    example_keys,
+    iterate,
+    number_of_examples,
+    output_and_target,
+    output_of,
+    select,
+)
 from betternorm.weighing.calibration import calibrate
 from betternorm.weighing.evidence import Gain, gain_between
 from betternorm.weighing.metrics import CALIBRATED, METRICS
@@ -36,7 +45,7 @@ class Examples:
         batches, self.sizes, size = [], [], 0
         for batch in iterate(loader, max_examples, torch.device("cpu")):
             batches.append(batch)
-            self.sizes.append(len(example_keys(batch)))
+            self.sizes.append(number_of_examples(batch))
             size += sum(tensor.nbytes for tensor in _tensors(batch))
             if size > MOST_BYTES:
                 break
@@ -44,6 +53,8 @@ class Examples:
             raise ValueError(f"{name} gave no batches")
         self.count = sum(self.sizes)
         self.all = _joined(batches)
+        if number_of_examples(self.all) != self.count:
+            raise TypeError(f"{name} has batches that cannot be joined: stack images into tensors of one shape")
         self.keys = example_keys(self.all)
         total = _length(loader)
         self.complete = size <= MOST_BYTES and (self.count < max_examples if total is None else self.count >= total)

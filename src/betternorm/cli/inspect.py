@@ -17,6 +17,7 @@ from betternorm.decay.visit import guess_input
 from betternorm.display.terminal import show
 from betternorm.errors import UserError
 from betternorm.integrations.models import load_model
+from betternorm.integrations.preprocessing import declared_preprocessing
 
 # Examples for measuring effects: these hardly depend on the number, but the time does.
 MEASURED_WITH = 4
@@ -47,9 +48,10 @@ def run(arguments: argparse.Namespace) -> int:
     shape = _shape(arguments.input)
     model = load_model(arguments.model)
     try:
+        example, source = _example(arguments.model, model, shape, arguments.batch_size)
         report = norm_report(
             model,
-            _example(model, shape, arguments.batch_size),
+            example,
             batch_size=arguments.batch_size,
             quick=arguments.quick,
             progress=False if arguments.quiet else None,
@@ -69,7 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(result, indent=2))
     else:
         kernels = "" if cpu.loaded else f"\n\nkernels: {cpu.status}"
-        show(f"{report}\n\n{advice}{kernels}")
+        side = "x".join(map(str, example.shape[1:]))
+        show(f"{report}\n\ninput: {side} ({source})\n\n{advice}{kernels}")
     return OK
 
 
@@ -85,8 +88,15 @@ def _shape(text: str | None) -> tuple[int, ...] | None:
     return shape
 
 
-def _example(model: nn.Module, shape: tuple[int, ...] | None, batch_size: int) -> Tensor:
-    examples = max(2, min(batch_size, MEASURED_WITH))
+def _example(name: str, model: nn.Module, shape: tuple[int, ...] | None, batch_size: int) -> tuple[Tensor, str]:
+    """A random batch, and where its shape is from."""
+    examples, source = max(2, min(batch_size, MEASURED_WITH)), "as given by --input"
     if shape is None:
-        return guess_input(model, examples)
-    return torch.randn(examples, *shape, generator=torch.Generator().manual_seed(0))
+        try:
+            declared = declared_preprocessing(name, model)
+        except AttributeError:  # torchvision's detectors take images of any size
+            declared = None
+        if declared is None or declared.size is None:
+            return guess_input(model, examples), "guessed; --input sets it"
+        shape, source = (len(declared.mean), *declared.size), "declared by the model; --input sets another"
+    return torch.randn(examples, *shape, generator=torch.Generator().manual_seed(0)), source

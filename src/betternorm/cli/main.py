@@ -40,6 +40,7 @@ class Command:
 
 LIBRARY_COMMANDS: dict[str, Command] = {
     "inspect": Command("betternorm.cli.inspect", "norm layers of a model, and recommendations"),
+    "diagnose": Command("betternorm.cli.diagnose", "what is wrong with the norm layers of a trained model"),
     "tune": Command("betternorm.cli.tune", "choose alpha for a pretrained model on labeled images", resumes=True),
     "fit": Command("betternorm.cli.fit", "make a model robust with a few hundred unlabeled images", resumes=True),
     "completion": Command("betternorm.cli.completion", "shell completion for commands and options"),

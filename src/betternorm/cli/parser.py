@@ -15,6 +15,7 @@ from betternorm.errors import UserError
 
 class CommandParser(argparse.ArgumentParser):
     """``--help`` shows the common options, ``--help-all`` also those added with ``add_argument(..., rare=True)``.
+
     ``old={"--limit": "--max-examples"}`` accepts a former name of the option, with a warning.
 
     ``options`` are all that were added, to the parser or to one of its groups.

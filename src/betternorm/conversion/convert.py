@@ -107,8 +107,6 @@ def convert(
     r_steps: int = ...,
     d_steps: int = ...,
 ) -> M: ...
-@overload
-def convert(model: M, to: str, **options: Any) -> M: ...
 def convert(
     model: M,
     to: str,

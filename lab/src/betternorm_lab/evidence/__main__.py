@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from betternorm_lab.evidence import imagenet_alpha
 from betternorm_lab.evidence.index import EXPERIMENTS, status, write_pages
 from betternorm_lab.evidence.runs import Places, require_committed, write_selection
 
@@ -25,6 +26,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     places = Places(arguments.data, arguments.weights, arguments.work, arguments.out)
     if arguments.name == "pages":
+        imagenet_alpha.refresh(places)
         write_pages(places)
         return
     experiment = EXPERIMENTS[arguments.name]

@@ -192,6 +192,14 @@ def analyze(places: Places) -> None:
     write_arrays(places.out / "rows" / f"{NAME}.npz", meta, **arrays)
 
 
+def refresh(places: Places) -> None:
+    """Write the row again where the work folder has logits of more settings, as after a run that was cut short."""
+    row = finished(places)
+    available = len(settings()) - len(_missing(places))
+    if available > (0 if row is None else len(row[0]["curve"])):
+        analyze(places)
+
+
 def halves(images: int, split: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     order = np.random.RandomState(split).permutation(images)
     return order[: images // 2], order[images // 2 :]

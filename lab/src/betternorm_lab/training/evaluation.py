@@ -14,6 +14,7 @@ from betternorm.weighing.alpha import alpha_as_trained, get_alpha, set_alpha, tu
 from betternorm.weighing.batches import output_and_target
 from betternorm.weighing.evaluation import Evaluations
 from betternorm.weighing.metrics import CALIBRATED, named_metrics
+from betternorm.weighing.objective import best_for
 from betternorm.weighing.result import AlphaSearch
 from betternorm.weighing.search import tune_alpha
 from betternorm.weighing.temperature import at_inverse, best_inverse
@@ -68,6 +69,12 @@ def calibrated_rows(
     return rows
 
 
+def best_alphas(measured: Evaluations, metrics: Iterable[str]) -> Metrics:
+    """The best alpha for each metric, by the library's rule."""
+    alphas = measured.single_alphas()
+    return {name: best_for(measured.column(name), alphas, measured.baseline) for name in metrics}
+
+
 def with_alpha(model: nn.Module) -> float:
     """Convert a trained model to layers with an alpha, and return the alpha of training."""
     if not weighed_layers(model):
@@ -79,6 +86,7 @@ def tune_for_row(network: nn.Module, loader: Iterable[Any], **options: Any) -> A
     """:func:`betternorm.tune_alpha`, which sets the best alpha even if its gain is not significant."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UncertainGainWarning)  # the row contains the significance
+        warnings.filterwarnings("ignore", "per_layer is deprecated", DeprecationWarning)
         wanted = {"objective": "cross_entropy"} | options
         return tune_alpha(network, loader, (*JUDGED_BY, CALIBRATED), require_significant=False, **wanted)
 

@@ -26,7 +26,6 @@ from betternorm.display.progress import Bar
 from betternorm.errors import UserError
 from betternorm.weighing.alpha import set_alpha
 from betternorm.weighing.metrics import CALIBRATED
-from betternorm.weighing.objective import best_for
 from betternorm_lab import data as datasets
 from betternorm_lab.store import make_folder
 from betternorm_lab.training.checkpoints import (
@@ -40,6 +39,7 @@ from betternorm_lab.training.checkpoints import (
 from betternorm_lab.training.config import JUDGED_BY, Config, build_model, learning_rate, load_data
 from betternorm_lab.training.evaluation import (
     METRICS_VERSION,
+    best_alphas,
     calibrated_rows,
     evaluate,
     evaluations,
@@ -126,7 +126,7 @@ class Session:
         shares = self.fabric.world_size * config.accumulate
         if config.batch_size % shares:
             raise UserError(
-                f"batch_size is {config.batch_size}; it has to be a multiple of {shares}, the "
+                f"batch_size is {config.batch_size}; it must be a multiple of {shares}, the "
                 f"{self.fabric.world_size} processes times accumulate={config.accumulate}"
             )
         seed_everything(config.seed + self.fabric.global_rank)
@@ -191,7 +191,7 @@ class Session:
             result["alpha_significant"] = search.significant
         measured = evaluations(self.model, validation, alphas, baseline)
         at = dict(zip(alphas, calibrated_rows(measured, alphas), strict=True))
-        best = {name: best_for(measured.column(name), measured.single_alphas(), baseline) for name in NAMES}
+        best = best_alphas(measured, NAMES)
         alpha = best[config.alpha_objective]
         set_alpha(self.model, alpha)
         return result | {
