@@ -414,14 +414,15 @@ readings *augmented* were added after three of the models had been read, and are
 ## Top-1, %
 
 {readings}
-Sizes with one seed are left out. Clean: 10,000 test images. Corrupted: the mean of six corruptions at strength 3 of 5, on 5,000 of them.
+Sizes with one seed are left out. Clean: 10,000 test images. Corrupted: the mean of six corruptions at strength 3 of 5,
+on 5,000 of them.
 
 ## Gains
 
 {gains}
 *Detectable*: the minimum detectable effect at 80 % power. `calibrate` on images as they are lowers clean top-1, because
-the layers were trained on padded crops; so it is not the best baseline for P4 and P5, and the gain over the better one is
-the line *augmented and alpha - augmented*.
+the layers were trained on padded crops; so it is not the best baseline for P4 and P5, and the gain over the better one
+is the line *augmented and alpha - augmented*.
 
 ## By corruption
 
