@@ -388,8 +388,8 @@ def _answer(runs: Runs) -> str:
 
 def _panel(runs: Runs, name: str, title: str) -> Panel:
     series = {}
-    for reading, baseline in (*CONTRASTS[:2], CONTRASTS[5], ("augmented and alpha", "as trained")):
-        estimates = {size: contrast(runs, size, name, reading, baseline) for size in sorted(runs)}
+    for reading in READINGS[1:]:
+        estimates = {size: contrast(runs, size, name, reading, READINGS[0]) for size in sorted(runs)}
         series[reading] = [(str(size), e.mean, *e.interval) for size, e in estimates.items()]
     return Panel(title, "examples per batch in training", "change of top-1, points", series, zero_line=True)
 
