@@ -6,15 +6,14 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from betternorm import functional
-from betternorm.backends import cpu
+from betternorm.backends import cpu, routing
 
 # A shell without job control starts what it puts into the background deaf to Ctrl-C, and the programs that tests start
 # and interrupt would inherit that.
@@ -32,19 +31,26 @@ def _seed() -> None:
 
 
 @pytest.fixture(scope="session")
-def shared() -> Path:
-    """The folder beside the checkout with data and weights."""
-    folder = Path(__file__).resolve().parents[1] / "shared"
-    if not folder.is_dir():
-        pytest.skip(f"{folder} is not on this machine")
-    return folder
+def external_file() -> Callable[[str], Path]:
+    """Finds real data and published weights in the folder $BETTERNORM_TEST_DATA; a missing file skips the test."""
+
+    def find(name: str) -> Path:
+        folder = os.environ.get("BETTERNORM_TEST_DATA")
+        if not folder:
+            pytest.skip(f"{name} is needed: set BETTERNORM_TEST_DATA to the folder that contains it")
+        path = Path(folder, name)
+        if not path.exists():
+            pytest.skip(f"{path} is missing")
+        return path
+
+    return find
 
 
 @pytest.fixture(params=["compiled", "plain"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways to the same numbers: by the compiled kernels, and as on a machine without them."""
     if request.param == "plain":
-        monkeypatch.setattr(functional, "fused", lambda *tensors: False)
+        monkeypatch.setattr(routing, "has_kernels", lambda x: False)
     elif not cpu.loaded:
         pytest.skip(cpu.status)
     return str(request.param)

@@ -1,8 +1,8 @@
-"""Everything that the README and the docs tell a reader to type is run, and every link leads somewhere.
+"""All code and commands in the README and the docs run, and all links lead somewhere.
 
-Python blocks of a page run one after the other in one namespace. The reader's own things are at hand: a network as
-``model``, data as ``train_loader`` and ``val_loader``, and the files that `readers_folder` writes. Lines of shell run
-too, made smaller by options that are put after those on the page.
+The Python blocks of a page are executed in order in one namespace, which has a ``model``, ``train_loader``,
+``val_loader`` and ``test_loader``, unlabeled ``images``, the ``mean`` and ``std`` of their normalization, and the files
+that `readers_folder` writes. Commands are run too, with options appended that make them small.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Block:
     line: int
 
     def commands(self) -> list[list[str]]:
-        """The commands in it, word by word, without prompts, comments and what they print."""
+        """The commands in it, split into words, without prompts, comments and output."""
         joined = self.text.replace("\\\n", " ")
         prompted = re.findall(r"^\s*\$ (.*)$", joined, flags=re.MULTILINE)
         lines = prompted or joined.splitlines()
@@ -79,7 +79,7 @@ class Block:
 
     @property
     def slow(self) -> bool:
-        """It starts processes of its own, runs every experiment, or measures."""
+        """Whether it starts processes, runs every experiment, or measures."""
         words = [word for command in self.commands() for word in command]
         return bool({"torchrun", "python", "ray", "processes", "all"} & set(words))
 
@@ -108,16 +108,17 @@ def shell_blocks() -> Any:
 
 @pytest.fixture(scope="session")
 def readers_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the pages say that a reader has: models, checkpoints, images and datasets."""
+    """The files that the pages use: models, checkpoints, images and datasets."""
     folder = tmp_path_factory.mktemp("reader")
     (folder / "mine.py").write_text(NETS)
+    (folder / "classes.txt").write_text("".join(f"class-{number}\n" for number in range(1000)))
     (folder / "nets").mkdir()
     (folder / "nets" / "mine.py").write_text(NETS)
     for name in ("mine.pt", "best.pth"):
         torch.save(_model().state_dict(), folder / name)
     save_file(load_model("timm:resnet50").state_dict(), folder / "resnet50.safetensors")
     images = np.random.default_rng(0).integers(0, 256, (200, 32, 32, 3), dtype=np.uint8)
-    np.savez(folder / "val.npz", images=images[:64, :16, :16], labels=np.arange(64) % 10)
+    np.savez(folder / "val.npz", images=images[:128, :16, :16], labels=np.arange(128) % 10)
     for part in ("val", "photos", "imagenet/val"):
         for number, image in enumerate(images[:40]):
             place = folder / part / f"class-{number % 10}" / f"{number}.png"
@@ -132,7 +133,7 @@ def readers_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def readers_folder(readers_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The reader's files in a folder of their own, which is also their home."""
+    """A copy of these files, as the current and as the home directory."""
     shutil.copytree(readers_files, tmp_path, copy_function=os.link, dirs_exist_ok=True)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -169,12 +170,15 @@ def test_python_of_a_page_runs(page: Path, readers_folder: Path, capsys: pytest.
         "train_loader": _loader(64),
         "val_loader": _loader(64),
         "test_loader": _loader(32),
+        "images": torch.rand(120, 3, 16, 16).sub(0.5).div(0.25),
+        "mean": (0.5, 0.5, 0.5),
+        "std": (0.25, 0.25, 0.25),
     }
     for block in blocks(page):
         if block.language != "python":
             continue
         with warnings.catch_warnings():
-            # An untrained network on noise: nothing is to be gained, and the library says so.
+            # The model is untrained and the data are noise, so there is no significant gain.
             warnings.simplefilter("ignore", UncertainGainWarning)
             if ">>> " in block.text:
                 _run_doctest(block, names, page)
@@ -209,7 +213,7 @@ def _betternorm(words: list[str]) -> None:
 
 
 def in_seconds(words: list[str]) -> list[str]:
-    """A command as it is written, with options after it that make it smaller; of two that differ the last one holds."""
+    """A command with options appended that make it smaller; of repeated options the last one counts."""
     command, *rest = words
     if rest == ["--help"]:
         return words
@@ -218,7 +222,9 @@ def in_seconds(words: list[str]) -> list[str]:
     if command == "inspect" and published:
         return [*words, "--quick", "--batch-size", "2", "--input", "3,64,64"]
     if command == "tune" and published:
-        return [*words, "--size", "32"]
+        return [*words, "--size", "32", "--class-map", "classes.txt"]
+    if command == "fit":
+        return [*words, "--steps", "5"]
     if command == "train":
         return [*_without_address(words), *SMALL_TRAINING]
     if command == "reproduce" and "--images" in words:
@@ -231,13 +237,13 @@ def in_seconds(words: list[str]) -> list[str]:
 
 
 def _without_address(words: list[str]) -> list[str]:
-    """Without the address of a cluster, Ray starts one here."""
+    """Without the address of a cluster Ray starts a local one."""
     at = words.index("--address") if "--address" in words else len(words)
     return words[:at] + words[at + 2 :]
 
 
 def _torchrun(words: list[str]) -> None:
-    """On one machine as it is written; what is meant for two, with two groups of processes that meet by the network."""
+    """A command for several machines runs as two groups of processes on this one."""
     program = words.index("-m")
     assert words[program + 1] == "betternorm.cli"
     command = in_seconds(words[program + 2 :])
@@ -254,12 +260,10 @@ def _torchrun(words: list[str]) -> None:
 
 
 def _python(words: list[str]) -> None:
-    """The benchmarks, from the checkout, with few turns."""
+    """The benchmarks, from the checkout, with few rounds."""
     if "benchmarks" in words:
         words = [*words, "--rounds", "20", "--only", "memory", "--json", str(Path.cwd() / "out.json")]
         words += [] if torch.cuda.is_available() else ["--device", "cpu"]
-    elif "betternorm_lab.studies.throughput" in words:
-        words = [word.replace("FOLDER", str(Path.cwd() / "data")) for word in words]
     else:
         at = words.index("--update") + 1
         copy = shutil.copy(ROOT / words[at], Path.cwd() / "copy.md")
@@ -268,14 +272,14 @@ def _python(words: list[str]) -> None:
 
 
 def _make(words: list[str]) -> None:
-    """That it would do something; `test_fresh_clone` does it."""
+    """A dry run; `test_fresh_clone` runs the targets."""
     assert subprocess.run(
         ["make", "--dry-run", "--always-make", *words], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
 
 
 def _pip(words: list[str]) -> None:
-    """That the extras are there; `test_release` installs the package."""
+    """The extras exist; `test_release` installs the package."""
     for extra in re.findall(r"betternorm\[([\w,]+)\]", " ".join(words)):
         assert all(re.search(rf"^{name} = \[", PROJECT, flags=re.MULTILINE) for name in extra.split(","))
 
@@ -285,7 +289,7 @@ RUNNERS = {"betternorm": _betternorm, "torchrun": _torchrun, "python": _python, 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_examples_in_a_help_text_are_understood(command: str) -> None:
-    """Each is a line that begins with the program; a remark may follow it after two spaces."""
+    """An example is a line that starts with the program; a comment may follow after two spaces."""
     module = importlib.import_module(COMMANDS[command].module)
     lines = re.findall(r"^  betternorm (\S.*)$", module.EXAMPLES, flags=re.MULTILINE)
     assert lines
@@ -307,13 +311,13 @@ def test_the_readme_quotes_the_results() -> None:
 
 
 def _readme_rows(first: str) -> list[list[str]]:
-    """The cells of every row of the README's table whose header has these words."""
+    """The cells of the rows of the README's table whose header contains ``first``."""
     table = next(part for part in README.split("\n\n") if first in part.partition("\n")[0])
     return [[cell.strip() for cell in line.strip("| ").split("|")] for line in table.splitlines()[2:]]
 
 
 def test_the_readme_quotes_the_benchmarks() -> None:
-    """The table of costs is the geometric means of the rows beside the page of benchmarks."""
+    """The table of costs consists of geometric means of the rows of the benchmarks page."""
     measured = json.loads((ROOT / "docs/benchmarks.json").read_text())["rows"]
     columns = [(section, layout) for section in ("eager", "bfloat16 under autocast") for layout in LAYOUTS]
     names = {
@@ -374,7 +378,8 @@ def test_the_readme_is_short() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_links_lead_somewhere(page: Path) -> None:
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    generated = {ROOT / "docs" / "reference" / "command-line.md"}
+    tutorials = ROOT.glob("docs/tutorials/*.ipynb")
+    generated = {ROOT / "docs/reference/command-line.md", *(path.with_suffix(".png") for path in tutorials)}
     missing = [
         target
         for target in re.findall(r"\]\(([^)#\s]+)(?:#[\w-]*)?\)", text)
@@ -386,7 +391,7 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert not missing
 
 
-# The examples of the lab train networks; those of the integrations are in examples/. Triton is not installed here.
+# The integrations have their examples in examples/. Triton is not installed by `make test`.
 MODULES = [
     module.name
     for module in pkgutil.walk_packages(betternorm.__path__, "betternorm.")

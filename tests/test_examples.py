@@ -1,11 +1,9 @@
-"""The examples and the notebook run, at a size that takes seconds."""
+"""The examples run, at a size that takes seconds."""
 
 from __future__ import annotations
 
 import importlib
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +18,7 @@ pytestmark = [
 
 
 @pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(EXAMPLES))
     torch.set_num_threads(1)
@@ -34,16 +32,3 @@ def test_example_runs(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[s
     folder = [str(tmp_path)] if name == "transformers_trainer" else []
     assert module.main(*folder, epochs=1) is not None
     assert "held out" in capsys.readouterr().out
-
-
-def test_the_notebook_runs_from_top_to_bottom(capsys: pytest.CaptureFixture[str]) -> None:
-    cells = json.loads((EXAMPLES / "tune_a_checkpoint.ipynb").read_text())["cells"]
-    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    names: dict[str, Any] = {"__name__": "__main__"}
-    for number, source in enumerate(sources):
-        exec(compile(source, f"code cell {number}", "exec"), names)
-    printed = capsys.readouterr().out
-    assert "held out" in printed
-    assert "cross_entropy" in printed
-    assert Path("tuned.pt").is_file()
-    assert Path("alpha.png").is_file()

@@ -21,13 +21,11 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("this is not a checkout, so it cannot be cloned")
     folder = tmp_path_factory.mktemp("fresh") / "betternorm"
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(folder)], check=True)
-    if (ROOT.parent / "shared").is_dir():
-        (folder.parent / "shared").symlink_to(ROOT.parent / "shared")
     return folder
 
 
 def make(target: str, clone: Path) -> subprocess.CompletedProcess[str]:
-    bare = {name: value for name, value in os.environ.items() if name in ("PATH", "LANG")}
+    bare = {name: value for name, value in os.environ.items() if name in ("PATH", "LANG", "BETTERNORM_TEST_DATA")}
     bare |= {"HOME": str(clone.parent), "PATH": os.pathsep.join(_without_environments(bare["PATH"]))}
     return subprocess.run(["make", target], cwd=clone, env=bare, capture_output=True, text=True)
 

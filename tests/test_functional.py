@@ -435,7 +435,7 @@ def test_alphas_of_another_number_are_refused(way) -> None:
     x, moving = torch.randn(3, 6, 4, 4), (torch.zeros(6), torch.ones(6))
     kind, message = {
         "compiled": (RuntimeError, "alpha has 5 elements and the input has 6 channels"),
-        "plain": (ValueError, r"alpha has the shape \(5,\), and the input 6 channels"),
+        "plain": (ValueError, r"alpha has shape \(5,\) and the input has 6 channels"),
     }[way]
     with pytest.raises(kind, match=message):
         weighed_batch_norm(x, *moving, alpha=torch.rand(5))

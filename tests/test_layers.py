@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import re
 
 import numpy as np
 import oracle
@@ -380,13 +379,21 @@ def test_an_input_that_cannot_work_is_named_with_what_would(kind, training, inpu
 
 
 @every_layer
-@pytest.mark.parametrize("shape", [(0, 6), (0, 6, 4, 4), (4, 6, 0, 4)])
+@pytest.mark.parametrize("shape", [(0, 6), (0, 6, 4, 4), (3, 6, 0, 4)])
 @pytest.mark.usefixtures("way")
-def test_an_empty_batch_trains_nothing_and_says_so(kind, shape) -> None:
-    layer = LAYERS[kind](alpha=0.1)
-    with pytest.raises(ValueError, match=f"empty batch.*{re.escape(str(shape))}"):
-        layer(torch.empty(shape))
-    assert layer.num_batches_tracked == 0
+def test_an_empty_batch_is_counted_and_moves_nothing_as_in_torch(kind, shape) -> None:
+    layer, torch_layer = randomised(LAYERS[kind]()), (nn.BatchNorm1d if len(shape) == 2 else nn.BatchNorm2d)(6)
+    torch_layer.load_state_dict(layer.state_dict())
+    for one in (layer, torch_layer):
+        x = torch.empty(shape, requires_grad=True)
+        y = one(x)
+        assert y.shape == shape
+        y.sum().backward()
+        assert torch.equal(x.grad, torch.empty(shape))
+        assert one.weight.grad.abs().sum() == one.bias.grad.abs().sum() == 0
+    for (name, found), wanted in zip(layer.state_dict().items(), torch_layer.state_dict().values(), strict=True):
+        assert torch.equal(found, wanted), name
+    assert layer.num_batches_tracked == 1
     assert layer.eval()(torch.empty(shape)).shape == shape
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -34,6 +36,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     }
     for name, text in pages.items():
         files.append(File.generated(config, name, content=text))
+    for notebook in sorted(Path(config["docs_dir"]).glob("tutorials/*.ipynb")):
+        files.append(File.generated(config, f"tutorials/{notebook.stem}.png", content=picture(notebook)))
     return files
 
 
@@ -77,7 +81,7 @@ def _expanded(nav: Any, listed: set[str], docs: Path) -> Any:
     items: list[Any] = []
     for item in nav:
         if isinstance(item, str) and "*" in item:
-            found = sorted(path.relative_to(docs).as_posix() for path in docs.glob(item))
+            found = sorted({path.relative_to(docs).as_posix() for path in docs.glob(item)})
             items += [page for page in found if page not in listed]
         else:
             items.append(_expanded(item, listed, docs))
@@ -122,6 +126,15 @@ def _links(text: str, folder: Path, docs: Path) -> str:
         return f"`{name}`" if words.strip("`") in (str(name), name.name) else f"{words} (`{name}`)"
 
     return re.sub(r"(?<!!)\[([^\]]+)\]\(([^)#\s]+)\)", replaced, text)
+
+
+def picture(notebook: Path) -> bytes:
+    """The last figure that a notebook draws."""
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    outputs = [output for cell in cells for output in cell.get("outputs", [])]
+    return base64.b64decode(
+        [output["data"]["image/png"] for output in outputs if "image/png" in output.get("data", {})][-1]
+    )
 
 
 def command_line() -> str:

@@ -2,12 +2,9 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-SHARED = Path(__file__).parents[3] / "shared"
 
 
 @pytest.fixture(autouse=True)
@@ -19,11 +16,9 @@ def one_thread():
 
 
 @pytest.fixture(scope="session")
-def real_data(tmp_path_factory):
+def real_data(external_file, tmp_path_factory):
     """A folder with cifar100.npz, flowers102.npz and caltech101.npz."""
-    unpack = SHARED / "data" / "unpack.py"
-    if not unpack.is_file():
-        pytest.skip(f"the real datasets are not at {unpack.parent}")
+    unpack = external_file("data/unpack.py")
     folder = tmp_path_factory.mktemp("data")
     for name in ("cifar100", "flowers102", "caltech101"):
         subprocess.run([sys.executable, str(unpack), name, str(folder)], check=True, stdout=subprocess.DEVNULL)

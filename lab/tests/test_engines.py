@@ -224,8 +224,8 @@ def test_the_grid_is_shown_as_it_goes(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"engine": "slurm"}, "engine is 'slurm'; it has to be one of here, processes, ray"),
-        ({"engine": "processes", "workers": 0}, "workers is 0; it has to be 1 or more"),
+        ({"engine": "slurm"}, "engine is 'slurm'; it must be one of here, processes, ray"),
+        ({"engine": "processes", "workers": 0}, "workers is 0; it must be 1 or more"),
     ],
 )
 def test_engines_that_cannot_be(tmp_path, options, words):

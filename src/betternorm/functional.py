@@ -9,9 +9,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from betternorm.backends import distributed, fused, operators, plain, tracing
+from betternorm.backends import distributed, graph, operators, plain
 from betternorm.backends.distributed import ProcessGroup
 from betternorm.backends.plain import update_moving_averages
+from betternorm.backends.routing import check_sizes, route
 
 __all__ = [
     "grouped_batch_norm",
@@ -54,25 +55,24 @@ def grouped_batch_norm(
     Returns:
         The output, and the mean and biased variance of every channel over the whole batch; the two carry no gradient.
     """
-    across = process_group is not None and dist.get_world_size(process_group) > 1
     averages: tuple[Any, ...] = ()
     if running_mean is not None and running_var is not None:
         averages = (running_mean, running_var, momentum, num_batches_tracked)
-    if not across and not _left_to_compiler(channels_per_group) and fused(x, weight, bias):
-        groups = number_of_groups(x.shape[0], examples_per_group)
-        if averages and not _kept_as_usual(running_mean, running_var, num_batches_tracked):
-            y, mean, var = operators.normalise(x, weight, bias, groups, channels_per_group, eps)
-        else:
-            return operators.normalise(x, weight, bias, groups, channels_per_group, eps, *averages)
-    elif across:
-        _check_sizes(x, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
+    vectors = {"weight": weight, "bias": bias, "running_mean": running_mean, "running_var": running_var}
+    if process_group is not None and dist.get_world_size(process_group) > 1:
+        check_sizes(x, **vectors)
         y, mean, var = distributed.normalise(
             x, weight, bias, examples_per_group, channels_per_group, eps, process_group
         )
     else:
-        _check_sizes(x, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
+        chosen = route(x, training=True, channels_per_group=channels_per_group, **vectors)
+        if chosen == "empty":
+            return _empty_batch(x, weight, bias, num_batches_tracked if averages else None)
         groups = number_of_groups(x.shape[0], examples_per_group)
-        y, mean, var = plain.normalise(x, weight, bias, groups, channels_per_group, eps)
+        if chosen == "kernels":
+            return operators.normalise(x, weight, bias, groups, channels_per_group, eps, *averages)
+        normalise = {"operator": operators.normalise_in_graph, "graph": graph.normalise}.get(chosen, plain.normalise)
+        y, mean, var = normalise(x, weight, bias, groups, channels_per_group, eps)
     if averages:
         plain.track(mean, var, *averages)
     return y, mean, var
@@ -124,40 +124,26 @@ def weighed_batch_norm(
     one channel per group that is torch's batch norm, bit for bit. The output is differentiable with respect to alpha
     and x, also at alpha = 0.
     """
-    if (alpha is None and channels_per_group == 1) or (not tracing() and x.numel() == 0):
+    if alpha is None and channels_per_group == 1:
         return F.batch_norm(x, running_mean, running_var, weight, bias, False, 0.0, eps)
-    tensors = (running_mean, running_var, weight, bias, alpha)
-    # In a compiled graph the plain form is left to the compiler, which joins it with what follows.
-    if alpha is not None and not torch.compiler.is_compiling() and fused(x, *tensors):
+    vectors = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
+    chosen = route(x, training=False, channels_per_group=channels_per_group, **vectors, alpha=alpha)
+    if alpha is not None and chosen == "kernels":
         return operators.infer(x, running_mean, running_var, weight, bias, alpha, channels_per_group, eps)
-    _check_sizes(x, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var, alpha=alpha)
-    return plain.infer(x, running_mean, running_var, weight, bias, alpha, channels_per_group, eps)
+    if chosen == "empty":
+        return F.batch_norm(x, running_mean, running_var, weight, bias, False, 0.0, eps)
+    infer = graph.infer if chosen == "graph" else plain.infer
+    return infer(x, running_mean, running_var, weight, bias, alpha, channels_per_group, eps)
 
 
-def _left_to_compiler(channels_per_group: int) -> bool:
-    """Whether training is in the plain form because it is being compiled; by the benchmark ``forms``.
-
-    In a compiled network the compiler joins the plain form with the activation that follows, and that is faster. Not
-    so with groups of channels, where it does not keep their statistics but computes them anew for every value.
-    """
-    return torch.compiler.is_compiling() and channels_per_group == 1
-
-
-def _kept_as_usual(running_mean: Tensor | None, running_var: Tensor | None, batches: Tensor | None) -> bool:
-    """Whether the operators can move these averages and this count: all in the types that torch makes them in."""
-    averages = all(t is not None and t.dtype == torch.float32 for t in (running_mean, running_var))
-    return averages and (batches is None or batches.dtype == torch.int64)
-
-
-def _check_sizes(x: Tensor, **vectors: Tensor | None) -> None:
-    """The plain form would spread a vector of one element over all channels; compiled operators check by themselves."""
-    if tracing():  # sizes are tensors
-        return
-    for name, vector in vectors.items():
-        if name == "alpha" and vector is not None and vector.numel() == 1:
-            continue
-        if vector is not None and vector.shape != x.shape[1:2]:
-            raise ValueError(f"{name} has the shape {tuple(vector.shape)}, and the input {x.shape[1]} channels")
+def _empty_batch(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, num_batches_tracked: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As torch's layer: an empty output, gradients of zero, and a batch that is counted but moves no average."""
+    if num_batches_tracked is not None:
+        num_batches_tracked.add_(1)
+    nothing = torch.full((x.shape[1],), torch.nan, device=x.device)
+    return F.batch_norm(x, None, None, weight, bias, True), nothing, nothing.clone()
 
 
 def number_of_groups(examples: int, examples_per_group: int | None) -> int:

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from betternorm import functional
-from betternorm.backends import cpu, fused, plain
+from betternorm.backends import cpu, plain
+from betternorm.backends.routing import route
 
 RUN_A_LAYER = """
 import torch
@@ -94,7 +95,7 @@ def test_nothing_is_written_and_no_home_is_needed(expected, tmp_path) -> None:
     ],
 )
 def test_what_they_take(x, taken) -> None:
-    assert fused(x) is taken
+    assert (route(x, training=True, channels_per_group=1) == "kernels") is taken
 
 
 @needs_kernels
@@ -171,6 +172,32 @@ def test_a_large_mean_costs_no_digits(layout, two_threads) -> None:
         torch.testing.assert_close(dx.double(), wanted_dx, rtol=0, atol=1e-5 * max(1.0, float(rstd.max())))
 
 
+GOOD = torch.ones(2, 3)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("dy", "mean", "rstd", "message"),
+    [
+        (torch.ones(4, 6, 3, 3), torch.ones(2, 0), torch.ones(2, 0), "0 channel groups"),
+        (torch.ones(4, 6, 3, 3), torch.ones(2, 4), torch.ones(2, 4), "4 channel groups, which does not divide"),
+        (torch.ones(4, 6, 3, 3), torch.ones(2, 12), torch.ones(2, 12), "12 channel groups, which does not divide"),
+        (torch.ones(4, 6, 3, 3), torch.ones(0, 3), torch.ones(0, 3), "0 groups of 4 examples"),
+        (torch.ones(4, 6, 3, 3), torch.ones(9, 3), torch.ones(9, 3), "9 groups of 4 examples"),
+        (torch.ones(4, 6, 3, 3), torch.ones(6), GOOD, "mean has to be a contiguous float32 table"),
+        (torch.ones(4, 6, 3, 3), GOOD, torch.ones(3), "rstd has to be a contiguous float32 table"),
+        (torch.ones(4, 6, 3, 3), GOOD, torch.ones(1, 3), "mean and rstd differ in shape"),
+        (torch.ones(4, 6, 3, 3), GOOD.double(), GOOD, "mean has to be a contiguous float32 table"),
+        (torch.ones(4, 6, 3, 3), GOOD, torch.ones(3, 2).t(), "rstd has to be a contiguous float32 table"),
+        (torch.ones(4, 6, 3, 2), GOOD, GOOD, "dy and x differ in shape"),
+        (torch.ones(1, 1, 1, 1), GOOD, GOOD, "dy and x differ in shape"),
+    ],
+)
+def test_malformed_statistics_are_refused(dy, mean, rstd, message) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.betternorm.backward(dy, torch.ones(4, 6, 3, 3), None, mean, rstd, True)
+
+
 @needs_kernels
 def test_sizes_and_devices_that_do_not_fit_are_refused() -> None:
     """torch raises there too; reading or writing out of bounds would be the alternative."""
@@ -184,6 +211,13 @@ def test_sizes_and_devices_that_do_not_fit_are_refused() -> None:
         functional.grouped_batch_norm(x, right, right, running_mean=short, running_var=right)
     with pytest.raises(RuntimeError, match="running_var has 5 elements"):
         infer(x, right, short, None, None, torch.tensor(0.1), 1, 1e-5)
+    with pytest.raises(RuntimeError, match="alpha has 5 elements and the input has 6 channels"):
+        infer(x, right, right, None, None, short, 1, 1e-5)
+    infer_backward = torch.ops.betternorm.infer_backward
+    with pytest.raises(RuntimeError, match="dy and x differ in shape"):
+        infer_backward(x[:1], x, right, right, None, right, 1, 1e-5, True)
+    with pytest.raises(RuntimeError, match="alpha has 5 elements"):
+        infer_backward(x, x, right, right, None, short, 1, 1e-5, True)
     with pytest.raises(RuntimeError, match="9 groups of 4 examples"):
         forward(x, None, None, 9, 1, 1e-5)
     with pytest.raises(RuntimeError, match="channels_per_group=4 does not divide the 6 channels"):

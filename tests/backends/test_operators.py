@@ -39,6 +39,37 @@ def test_the_operators_keep_the_contract_of_torch_library(name, arguments) -> No
     assert set(results.values()) == {"SUCCESS"}
 
 
+STRIDES = {
+    "transposed": lambda: torch.randn(6, 8, 3, 5).transpose(2, 3),
+    "permuted": lambda: torch.randn(3, 8, 6, 5).permute(2, 1, 0, 3),
+    "cropped": lambda: torch.randn(6, 8, 5, 5)[:, :, 1:4, 1:],
+    "every other": lambda: torch.randn(6, 8, 5, 5)[:, :, ::2],
+    "channels_last, chunk": lambda: torch.randn(6, 16, 3, 3).to(memory_format=torch.channels_last).chunk(2, 1)[1],
+    "channels_last, crop": lambda: torch.randn(6, 8, 5, 5).to(memory_format=torch.channels_last)[:, :, 1:, 1:4],
+    "expanded": lambda: torch.randn(1, 8, 3, 3).expand(6, 8, 3, 3),
+    "one value of each": lambda: torch.randn(6, 8, 3, 3)[:, :, :1, :1],
+    "rank 2, transposed": lambda: torch.randn(8, 6).t(),
+    "rank 3, channels last": lambda: torch.randn(6, 5, 8).transpose(1, 2),
+    "rank 5, permuted": lambda: torch.randn(6, 8, 2, 3, 4).transpose(2, 4),
+}
+
+
+@pytest.mark.parametrize("layout", STRIDES)
+def test_shape_functions_and_kernels_agree_on_strides(layout) -> None:
+    x = STRIDES[layout]()
+    dy = torch.randn(x.shape)
+    calls = {
+        "forward": (x, WEIGHT, BIAS, 2, 2, 1e-5),
+        "forward_and_track": (x, WEIGHT, BIAS, 2, 2, 1e-5, *MOVING, 0.1, torch.tensor(3)),
+        "backward": (dy, x, WEIGHT, MEAN, RSTD, True),
+        "infer": (x, *MOVING, WEIGHT, BIAS, ALPHAS, 2, 1e-5),
+        "infer_backward": (dy, x, *MOVING, WEIGHT, ALPHAS, 2, 1e-5, True),
+    }
+    for name, arguments in calls.items():
+        checks = ("test_schema", "test_faketensor")
+        torch.library.opcheck(getattr(torch.ops.betternorm, name).default, arguments, test_utils=checks)
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit's word on itself
 @pytest.mark.parametrize("alpha", [0.0, 0.3])
 def test_a_trace_is_the_network(alpha) -> None:

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from test_tune import built, folder, pictures
 
 import betternorm
 from betternorm import AlphaFit
 from betternorm.cli import BAD_INPUT, FINDING, OK
 from betternorm.cli.main import main
 from betternorm.weighing.alpha import weighed_layers
-from tests.cli.test_tune import built, folder, pictures
 
 __all__ = ["folder"]  # the fixture
 

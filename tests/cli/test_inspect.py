@@ -52,8 +52,24 @@ def test_report_and_advice_on_the_terminal(nets: Path, capsys: pytest.CaptureFix
     first, last = (line.split() for line in printed.splitlines()[2:4])
     assert (first[0], first[-4], first[-2:]) == ("1", "no", ["no", "decay"])
     assert (last[0], last[-3], last[-1]) == ("4", "yes", "decay")
-    assert "2 norm layers at batch size 64: 1 with a path to the output, 1 whose effect is above 0.01" in printed
+    assert "2 norm layers at batch size 64: 1 with a path to the output, 1 with an effect above 0.01" in printed
     assert "Advice at batch size 64" in printed
+
+
+def test_the_assumed_input_is_printed(nets: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", f"{nets}:build", "--quick"]) == OK
+    assert "input: 3x64x64 (guessed; --input sets it)" in capsys.readouterr().out
+    assert main(["inspect", f"{nets}:build", "--quick", "--input", "3,8,8"]) == OK
+    assert "input: 3x8x8 (as given by --input)" in capsys.readouterr().out
+
+
+def test_a_known_model_is_inspected_at_its_own_resolution(capsys: pytest.CaptureFixture[str]) -> None:
+    """The last layer of a resnet18 has 7x7 positions, so two examples give 98 values."""
+    assert main(["inspect", "torchvision:resnet18", "--quick", "--batch-size", "2", "--quiet"]) == OK
+    printed = capsys.readouterr().out
+    assert "input: 3x224x224 (declared by the model; --input sets another)" in printed
+    last = next(line for line in printed.splitlines() if line.startswith("layer4.1.bn2"))
+    assert " 98 " in last
 
 
 @pytest.mark.parametrize("options", [[], ["--quick"], ["--input", "3,16,16"]])
@@ -67,15 +83,13 @@ def test_json(nets: Path, capsys: pytest.CaptureFixture[str], options: list[str]
     assert found["report"]["layers"][0]["values_per_group"] == 2 * side**2
 
 
-def test_html_holds_table_advice_and_picture(nets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = tmp_path / "report.html"
-    assert main(["inspect", f"{nets}:build", "--html", str(page), "--overfits", "no", "--quick"]) == OK
-    text = page.read_text()
-    assert text.count("<tr>") == 1 + 2
-    assert "which is not expected to help without overfitting" in text
-    svg = text[text.index("<svg") : text.index("</svg>") + len("</svg>")]
-    assert len(ElementTree.fromstring(svg).findall("{*}g")) == 2 + 2
-    assert "2 norm layers" in capsys.readouterr().out
+def test_a_graph_of_the_layers_is_drawn(nets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    drawing = tmp_path / "layers.svg"
+    assert main(["inspect", f"{nets}:build", "--svg", str(drawing), "--overfits", "no", "--quick"]) == OK
+    assert len(ElementTree.fromstring(drawing.read_text()).findall("{*}g")) == 2 + 2
+    printed = capsys.readouterr().out
+    assert "2 norm layers" in printed
+    assert "Advice at batch size 32" in printed
 
 
 @pytest.mark.parametrize(
@@ -85,7 +99,7 @@ def test_html_holds_table_advice_and_picture(nets: Path, tmp_path: Path, capsys:
         (["{nets}:build", "--input", "3,x"], "--input is '3,x'; write the shape of one example"),
         (["{nets}:build", "--input", "3,0,8"], "--input is '3,0,8'"),
         (["{nets}:build", "--input", "4,8,8"], "the model does not accept example_input (of shape (4, 4, 8, 8))"),
-        (["{nets}:build", "--html", "/nowhere/at/all.html"], "--html /nowhere/at/all.html cannot be written"),
+        (["{nets}:build", "--svg", "/nowhere/at/all.svg"], "--svg /nowhere/at/all.svg cannot be written"),
         (["{nets}:plain"], "Linear has no norm layers"),
         (["{nets}:picky"], "no example input could be guessed"),
         (["{nets}:number"], "gave a int, not a torch.nn.Module"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -272,3 +273,63 @@ def test_residual_networks_of_torchvision(name: str, paths: int, effects: int) -
 
     report = norm_report(load_model(f"torchvision:{name}"), torch.randn(4, 3, 64, 64), quick=True)
     assert (len(report.with_path), len(report.with_effect)) == (paths, effects)
+
+
+class Scaled(nn.Module):
+    """A residual branch with a scale: a layer scale per channel, or one number as in ReZero."""
+
+    def __init__(self, scale: Tensor) -> None:
+        super().__init__()
+        self.first, self.inner, self.second, self.norm = linear(), norm(), linear(), norm()
+        self.scale = nn.Parameter(scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.norm(self.second(F.relu(self.inner(self.first(x)))))
+
+
+@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize(
+    "scale", [torch.full((WIDTH,), 1e-6), torch.zeros(()), torch.zeros(1), torch.full((1, WIDTH), 1e-5)]
+)
+def test_a_layer_scale_that_training_has_not_changed_yet_is_measured_as_one(scale: Tensor, quick: bool) -> None:
+    net, x = Scaled(scale.double()).double(), torch.randn(BATCH, WIDTH).double()
+    other = copy.deepcopy(net)
+    nn.init.ones_(other.scale)
+    report, expected = norm_report(net, x, quick=quick), norm_report(other, x, quick=quick)
+    assert expected["norm"].acts
+    assert [row.effect for row in report] == [row.effect for row in expected]
+    assert torch.equal(net.scale, scale.double())
+
+
+def test_a_trained_layer_scale_is_left_as_it_is() -> None:
+    """y = x + 0.01 b, and the effect of the branch is that small."""
+    net = Scaled(torch.full((WIDTH,), 0.01))
+    assert 0 < norm_report(net, torch.randn(BATCH, WIDTH))["norm"].effect < 0.05
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_convnext_at_initialization_has_the_effects_of_larger_layer_scales(quick: bool) -> None:
+    from betternorm.integrations.models import load_model
+
+    net = load_model("timm:test_convnext")
+    x = torch.randn(4, 3, 64, 64)
+    small = norm_report(net, x, quick=quick)
+    scales = [p for name, p in net.named_parameters() if name.endswith(".gamma")]
+    assert scales
+    assert all(float(scale.detach().max()) < 1e-3 for scale in scales)
+    for scale in scales:
+        nn.init.ones_(scale)
+    large = norm_report(net, x, quick=quick)
+    assert [row.effect for row in small] == [row.effect for row in large]
+    assert sum(row.acts for row in small) > len(small) / 2
+
+
+@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize("constant", [0.0, 1e3])
+def test_a_large_constant_in_the_output_does_not_hide_an_effect(constant: float, quick: bool) -> None:
+    head = nn.Linear(WIDTH, 1).double()
+    nn.init.constant_(head.bias, constant)
+    net = nn.Sequential(linear(), norm(), linear(), norm(), nn.ReLU(), head).double()
+    report = norm_report(net, torch.randn(BATCH, WIDTH).double(), quick=quick)
+    assert report["1"].effect == pytest.approx(0.0, abs=1e-6)
+    assert report["3"].effect > 0.3

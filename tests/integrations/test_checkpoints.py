@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -182,10 +183,10 @@ def saved(values: Any) -> bytes:
     return buffer.getvalue()
 
 
-def test_networks_that_others_published_are_read(shared: Path) -> None:
-    from betternorm_lab.models.cifar_resnets import DEPTHS, CifarResNet
+@pytest.mark.parametrize("depth", [8, 14, 20, 26, 32])
+def test_published_checkpoints_are_read(depth: int, external_file: Callable[[str], Path]) -> None:
+    from betternorm_lab.models.cifar_resnets import CifarResNet
 
-    for depth in DEPTHS:
-        path = shared / f"weights/cifar100_resnets/resnet{depth}_cifar100.pth"
-        model = load_checkpoint(CifarResNet(depth), path)
-        assert model.bn1.running_var.min() > 0
+    path = external_file(f"weights/cifar100_resnets/resnet{depth}_cifar100.pth")
+    model = load_checkpoint(CifarResNet(depth), path)
+    assert model.bn1.running_var.min() > 0

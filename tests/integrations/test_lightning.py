@@ -75,8 +75,11 @@ def fit(callback: BetterNorm, module: Classifier | None = None, **options: Any) 
 
 
 def test_advice_is_followed_decay_goes_where_it_acts_and_alpha_is_tuned(capsys: pytest.CaptureFixture[str]) -> None:
-    callback = BetterNorm(batch_size=16)
+    callback = BetterNorm(batch_size=16, diagnose=True)
     trainer, module = fit(callback)
+    assert callback.diagnosis is not None
+    assert callback.diagnosis.examples == 32
+    assert "train_mode" not in [finding.cause for finding in callback.diagnosis.findings]
     assert isinstance(module.network[1], betternorm.GhostBatchNorm)
     assert callback.found is not None
     assert callback.found.examples == 32
@@ -182,8 +185,8 @@ def test_regroup_keeps_the_names_and_options_of_a_group() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"batch_size": 8, "to": "ghost"}, ValueError, "give one of them"),
-        ({"ghost_size": 8}, TypeError, "ghost_size: options are those of a conversion that to=... names"),
+        ({"batch_size": 8, "to": "ghost"}, ValueError, "pass one of them"),
+        ({"ghost_size": 8}, TypeError, "ghost_size: options of a conversion need to=..."),
         ({"norm_decay": "some"}, ValueError, "norm_decay is 'some'"),
     ],
 )

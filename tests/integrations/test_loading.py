@@ -42,6 +42,6 @@ def test_a_users_mistake_comes_as_it_was_raised(workers: int) -> None:
     assert str(caught.value) == "image 3 cannot be read"
 
 
-def test_images_of_different_sizes_are_told() -> None:
-    with pytest.raises(UserError, match="of different sizes"):
+def test_images_of_different_sizes_are_an_error() -> None:
+    with pytest.raises(UserError, match="have different sizes"):
         list(ImageLoader(Images(large=1), batch_size=2))

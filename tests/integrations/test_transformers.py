@@ -76,12 +76,15 @@ def test_the_optimizer_is_built_from_those_names(tmp_path: Path) -> None:
 
 def test_alpha_is_tuned_after_training_and_saved_with_the_model(tmp_path: Path) -> None:
     model = betternorm.convert(network(), "ghost", ghost_size=4)
-    tune = TuneAlpha(objective="top1", require_significant=False, grid=[0, 0.25])
+    tune = TuneAlpha(objective="top1", require_significant=False, grid=[0, 0.25], diagnose=True)
     options = arguments(tmp_path, eval_strategy="steps", eval_steps=1)
     trainer = OurTrainer(model, options, train_dataset=data(), eval_dataset=data(), callbacks=[tune])
     trainer.train()
     assert tune.found is not None
     assert tune.found.examples == 16
+    assert tune.diagnosis is not None
+    assert tune.diagnosis.examples == 16
+    assert "train_mode" not in [finding.cause for finding in tune.diagnosis.findings]
     assert betternorm.get_alpha(model) == tune.found.alpha
     betternorm.set_alpha(model, 0.25)
     trainer.save_model(str(tmp_path / "tuned"))

@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from weighing_networks import group_norm
 
 import betternorm
 from betternorm import AlphaFit, fit_alpha
 from betternorm.errors import UncertainGainWarning
 from betternorm.weighing.alpha import weighed_layers
-from tests.weighing.weighing_networks import group_norm
 
 CLASSES = 4
 SHIFTS = {
@@ -195,6 +195,12 @@ def test_the_report_names_what_was_estimated_and_set(images: Tensor) -> None:
     assert [row["strength"] for row in fit.curve] == [0.0, 0.125, 0.25, 0.375, 0.5, 0.75, 1.0]
 
 
+def test_a_higher_temperature_makes_changed_predictions_cheaper(images: Tensor) -> None:
+    drops = [fit_alpha(trained(), images, temperature=t, **QUICK).curve[-1]["clean"] for t in (1.0, 1e6)]
+    assert drops[0] != drops[1]
+    assert drops[1] == pytest.approx(1 / CLASSES, abs=1e-3)  # every class is as probable
+
+
 def test_the_curve_is_drawn(images: Tensor, tmp_path: Any) -> None:
     pytest.importorskip("matplotlib")
     fit_alpha(trained(), images, **QUICK).plot(tmp_path / "curve.png")
@@ -215,6 +221,12 @@ def test_other_models_are_fitted_through_forward(images: Tensor) -> None:
     torch.testing.assert_close(fit.fitted["inner.1"], same.fitted["1"])
 
 
+def _declaring(size: tuple[int, ...]) -> nn.Module:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    model.pretrained_cfg = {"input_size": size}  # type: ignore[assignment]
+    return model
+
+
 NAN = torch.rand(150, 3, 8, 8)
 NAN[7, 0, 0, 0] = torch.nan
 BAD = [
@@ -230,6 +242,8 @@ BAD = [
     ({"shifts": ["rain"], "mean": 0.0, "std": 1.0}, "shift 'rain' is not known"),
     ({"shifts": {"night": [1]}}, "needs functions of images"),
     ({"shifts": {"clean": torch.sqrt}}, "none 'clean'"),
+    ({"model": _declaring((3, 224, 224))}, r"declares \(3, 224, 224\); resize"),
+    ({"temperature": 0.0}, "temperature=0.0"),
     ({"per": "group"}, "per='group'"),
     ({"targets": "guess"}, "targets='guess'"),
     ({"steps": 0}, "steps=0"),

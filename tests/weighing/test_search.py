@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -181,8 +182,8 @@ def test_a_metric_that_returns_something_else_says_so() -> None:
 
 
 @pytest.fixture
-def cifar100_test(shared: Path, tmp_path: Path) -> tuple[Tensor, Tensor]:
-    unpack = shared / "data/unpack.py"
+def cifar100_test(external_file: Callable[[str], Path], tmp_path: Path) -> tuple[Tensor, Tensor]:
+    unpack = external_file("data/unpack.py")
     subprocess.run([sys.executable, unpack, "cifar100", tmp_path], check=True, capture_output=True)
     with np.load(tmp_path / "cifar100.npz") as file:
         pixels, labels = (torch.from_numpy(file[f"test_{name}"]) for name in ("images", "labels"))
@@ -191,13 +192,15 @@ def cifar100_test(shared: Path, tmp_path: Path) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.slow
-def test_a_published_network_gets_better(shared: Path, cifar100_test: tuple[Tensor, Tensor]) -> None:
+def test_a_published_network_gets_better(
+    external_file: Callable[[str], Path], cifar100_test: tuple[Tensor, Tensor]
+) -> None:
     from betternorm_lab.models import CifarResNet
 
     from betternorm.integrations.checkpoints import load_checkpoint
 
     x, y = (part[::10] for part in cifar100_test)
-    model = load_checkpoint(CifarResNet(8), shared / "weights/cifar100_resnets/resnet8_cifar100.pth").eval()
+    model = load_checkpoint(CifarResNet(8), external_file("weights/cifar100_resnets/resnet8_cifar100.pth")).eval()
     found = tune_alpha(model, batches(x, y, 250), objective="cross_entropy")
     assert found.significant
     assert 0.01 < found.best["cross_entropy"] < 0.06

@@ -1,10 +1,10 @@
-"""The demo: a small residual network on few images, with plain batch norm and with the paper's four improvements.
+"""The demo: a small residual network on few images, with batch norm and with the paper's four techniques.
 
-Two hundred training images of scikit-learn's digits, without augmentation, are few enough to overfit: the regime was
-picked for that, because it is where what regularises helps. Of batch sizes 40, 64 and 100 and ghost sizes 4 and 8, with
-four seeds each, validation data chose 40, the best for plain batch norm too, and 4. What is reported is the test data.
+Two hundred training images of scikit-learn's digits, without augmentation, are few enough to overfit, which is where
+regularization helps. Batch size (40, 64 or 100) and ghost size (4 or 8) were chosen on validation data with four seeds:
+40, which is also the best for batch norm, and 4. Reported numbers are for test data.
 
-The networks with plain batch norm are then shown pale, foggy and noisy digits, with one alpha for all of them.
+The batch norm models are also evaluated on low-contrast, foggy and noisy digits, with one alpha for all of them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from betternorm_lab.training.evaluation import evaluate
 from betternorm_lab.trials import Progress, Runtime
 
 SEEDS = 5
-ENOUGH = 0.8  # of the seeds have to be won: four of five
+ENOUGH = 0.8  # the share of seeds that must improve
 
 PLAIN = Config(
     dataset="digits",
@@ -46,14 +46,14 @@ PLAIN = Config(
 GHOST = replace(PLAIN, norm="ghost", norm_options={"ghost_size": 4})
 DECAYED = replace(GHOST, norm_decay="all")
 
-# Batches of two: fewer examples in a step, so smaller steps, and as many as one can wait for.
+# Batches of two: a lower learning rate and more steps.
 GROUP = replace(PLAIN, batch_size=2, epochs=12, learning_rate=0.01, norm="group", norm_options={"num_groups": 8})
 BATCH_GROUP = replace(GROUP, norm="batch_group", norm_options={"num_groups": 8, "examples_per_group": 2})
 
 
 @dataclass(frozen=True)
 class Step:
-    """A network of a comparison: how it is trained, and whether it is read with the alpha that was tuned for it."""
+    """A model of a comparison: its configuration, and whether it is evaluated with tuned alpha."""
 
     name: str
     config: Config
@@ -69,16 +69,16 @@ LADDER = (
 SMALL_BATCH = (Step("Group Norm", GROUP, tuned=True), Step("batch group norm", BATCH_GROUP, tuned=True))
 
 
-# The digits as they are, and as the networks have never seen them.
-SHIFTS = {"as they are": "", "pale": "contrast:4", "in fog": "fog:3", "with noise": "noise:5"}
+# The original digits, and shifted ones.
+SHIFTS = {"original": "", "low-contrast": "contrast:4", "foggy": "fog:3", "noisy": "noise:5"}
 ALPHAS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4)
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnderShift(OnTrainedNetwork):
-    """The network of a training on shifted digits.
+    """Evaluates a trained model on shifted digits.
 
-    Validation data choose alpha: the best mean over digits as they are and over all shifts.
+    Alpha is chosen on validation data: the best mean over original and shifted digits.
     """
 
     kind: ClassVar[str] = "under-shift"
@@ -87,12 +87,12 @@ class UnderShift(OnTrainedNetwork):
         tried = [evaluate(network, _shifted(Loader(data, data.validation, 250), name), ALPHAS) for name in SHIFTS]
         means = [sum(row["top1"] for row in at_alpha) for at_alpha in zip(*tried, strict=True)]
         alpha = ALPHAS[means.index(max(means))]
-        found: dict[str, Any] = {"alpha": alpha}
+        result: dict[str, Any] = {"alpha": alpha}
         for number, name in enumerate(SHIFTS):
             before, after = evaluate(network, _shifted(held_out(data), name), (0.0, alpha))
-            found |= {f"test_top1_{number}": before["top1"], f"test_top1_{number}_tuned": after["top1"]}
+            result |= {f"test_top1_{number}": before["top1"], f"test_top1_{number}_tuned": after["top1"]}
             progress((number + 1) / len(SHIFTS))
-        return found
+        return result
 
 
 SHIFTED = UnderShift.of(PLAIN)
@@ -108,7 +108,7 @@ def _shifted(loader: Loader, name: str) -> Iterator[tuple[Tensor, Tensor]]:
 
 @dataclass(frozen=True)
 class Score:
-    """A number that a network is judged by on test data: its name in a row, its label, its places, what is better."""
+    """A test metric: its name in a row, its label, its decimal places, and which direction is better."""
 
     name: str
     label: str
@@ -123,11 +123,11 @@ class Score:
         return f"{stats.summary(self.of(step, rows)):{self.places}}"
 
     def gain(self, before: Step, after: Step, rows: Rows) -> str:
-        """The change and its interval. Networks with the same seed began alike and saw the same batches: pairs."""
+        """The change and its interval, paired by seed: the same initial weights and batches."""
         return f"{stats.paired(self.of(after, rows), self.of(before, rows)):{self.places}}"
 
     def won(self, before: Step, after: Step, rows: Rows) -> int:
-        """The seeds for which ``after`` is better; a tie is not."""
+        """The number of seeds for which ``after`` is better; ties do not count."""
         pairs = zip(self.of(before, rows), self.of(after, rows), strict=True)
         return sum(self.better.low < second - first < self.better.high for first, second in pairs)
 
@@ -137,7 +137,7 @@ class Score:
         return claims.judge(claim, found.interval, self.better, f"{evidence}, P = {found.p:.2g}, paired t-test")
 
 
-Rows = Mapping[Config, Sequence[Row]]  # of each configuration, a row for every seed, in order
+Rows = Mapping[Config, Sequence[Row]]  # a row per seed, in order, for each configuration
 ACCURACY = Score("top1", "accuracy, %", ".2f", claims.MORE)
 LOSS = Score("cross_entropy", "cross-entropy", ".4f", claims.LESS)
 
@@ -145,9 +145,9 @@ LOSS = Score("cross_entropy", "cross-entropy", ".4f", claims.LESS)
 def run_demo(
     folder: str | os.PathLike[str], seeds: int = SEEDS, workers: int | None = None, show: bool | None = None
 ) -> Result:
-    """Train what is not yet in the store of ``folder``, and return what it comes to."""
+    """Run the missing trials of the demo in ``folder``, and return its result."""
     if seeds < 2:
-        raise UserError(f"seeds is {seeds}; an interval needs 2 or more")
+        raise UserError(f"seeds is {seeds}; it must be 2 or more for an interval")
     trials: list[Config] = [replace(config, seed=seed) for seed in range(seeds) for config in _configs()]
     rows = engines.run_trials(
         trials,
@@ -165,7 +165,7 @@ def run_demo(
 
 
 def results(folder: str | os.PathLike[str]) -> list[Result]:
-    """What the rows in a store come to, if the demo was run there."""
+    """The result of the demo from the rows in a store, if it was run there."""
     store, seeds = Store(folder), itertools.count()
     found = itertools.takewhile(all, (_done(store, seed) for seed in seeds))
     rows = dict(zip(_configs(), zip(*found, strict=True), strict=False))
@@ -173,7 +173,7 @@ def results(folder: str | os.PathLike[str]) -> list[Result]:
 
 
 def held(result: Result) -> bool:
-    """Whether the network with the improvements was better for enough of the seeds."""
+    """Whether the model with all techniques was better for enough of the seeds."""
     return result.verdicts[0].outcome is Outcome.REPLICATED
 
 
@@ -189,8 +189,8 @@ def _done(store: Store, seed: int) -> list[Row | None]:
 def _result(rows: Rows) -> Result:
     return Result(
         name="demo",
-        title="Few images, a small network, four improvements",
-        place="Section 4, in small",
+        title="Demo: four techniques on few images",
+        place="Section 4, at small size",
         scale="demo",
         command=f"betternorm demo --seeds {len(rows[PLAIN])}",
         tables=[_whole(rows), _one_at_a_time(rows), _under_shift(rows)],
@@ -204,15 +204,15 @@ def _result(rows: Rows) -> Result:
 def _notes(rows: Rows) -> str:
     row = rows[PLAIN][0]
     return (
-        f"{PLAIN.train_examples} training images of scikit-learn's digits and a network of {row['parameters']:,} "
-        f"parameters that learns them by heart. At a batch size of {PLAIN.batch_size} three of the four improvements "
-        "apply: ghost batch norm, decay on gamma and beta, and a weight for the example at inference (alpha), tuned on "
-        "validation data. The fourth, batch group norm, is for batches of two or three and is shown beside Group Norm "
-        f"at a batch size of {GROUP.batch_size}, with alpha tuned for both. The plain networks are also shown "
-        "pale, foggy and noisy digits: alpha takes a part of the statistics from the image itself, one at a time.\n\n"
-        "The regime was picked to overfit: few images, no augmentation. With random crops, plain batch norm overfits "
-        "less, and there is less to gain or nothing. Batch size and ghost size were chosen on validation data; every "
-        "number below is of test data. Intervals are of 95 %, of differences between networks with the same seed."
+        f"{PLAIN.train_examples} training images of scikit-learn's digits and a model with {row['parameters']:,} "
+        f"parameters, which overfits them. At a batch size of {PLAIN.batch_size} three of the four techniques apply: "
+        "ghost batch norm, decay on gamma and beta, and inference example weighing (alpha), tuned on validation data. "
+        "The fourth, batch group norm, is for batches of two or three and is compared with Group Norm at a batch size "
+        f"of {GROUP.batch_size}, with alpha tuned for both. The batch norm models are also evaluated on low-contrast, "
+        "foggy and noisy digits, where alpha takes part of the statistics from each image itself.\n\n"
+        "The setting was chosen to overfit: few images, no augmentation. With random crops, batch norm overfits less, "
+        "and there is little or nothing to gain. Batch size and ghost size were chosen on validation data; all numbers "
+        "below are for test data. Intervals are 95 % intervals of differences between models with the same seed."
     )
 
 
@@ -220,7 +220,9 @@ def _notes(rows: Rows) -> str:
 
 
 def _whole(rows: Rows) -> Table:
-    return _against("Plain batch norm against all that apply", LADDER[0], replace(LADDER[-1], name="all three"), rows)
+    return _against(
+        "Batch norm compared with all applicable techniques", LADDER[0], replace(LADDER[-1], name="all three"), rows
+    )
 
 
 def _under_shift(rows: Rows) -> Table:
@@ -237,7 +239,7 @@ def _under_shift(rows: Rows) -> Table:
         )
     alphas = sorted({row["alpha"] for row in rows[SHIFTED]})
     return Table(
-        "The networks with plain batch norm on digits of a kind they never saw: accuracy, %, nothing trained again",
+        "Batch norm models on shifted digits, without retraining: accuracy, %",
         ["test digits", "alpha 0", f"alpha {' or '.join(f'{alpha:g}' for alpha in alphas)}", "gain"],
         lines,
     )
@@ -257,7 +259,7 @@ def _against(title: str, before: Step, after: Step, rows: Rows) -> Table:
         [
             *([step.name, *(metric.summary(step, rows) for metric in metrics)] for step in (before, after)),
             ["gain", *(metric.gain(before, after, rows) for metric in metrics)],
-            ["seeds won", *(f"{metric.won(before, after, rows)} of {seeds}" for metric in metrics)],
+            ["seeds improved", *(f"{metric.won(before, after, rows)} of {seeds}" for metric in metrics)],
         ],
     )
 
@@ -271,8 +273,8 @@ def _one_at_a_time(rows: Rows) -> Table:
             line += [metric.gain(before, step, rows) if before else ""]
         lines.append(line)
     return Table(
-        f"What each contributed, added one at a time (means of {len(rows[PLAIN])})",
-        ["test data", ACCURACY.label, "change", LOSS.label, "change of it"],
+        f"Added one at a time (means of {len(rows[PLAIN])} seeds)",
+        ["test data", ACCURACY.label, "change", LOSS.label, "change"],
         lines,
     )
 
@@ -282,11 +284,11 @@ def _one_at_a_time(rows: Rows) -> Table:
 
 def _figures(rows: Rows) -> list[Figure]:
     alphas = findings.alpha_figures(
-        "On validation data, by alpha",
+        "Validation metrics by alpha",
         {"batch norm": rows[PLAIN], "ghost size 4 and decay": rows[DECAYED]},
         within=0.3,
     )
-    telling = [figure for figure in alphas if "top-5" not in figure.y_label]  # with ten classes it is near 100 %
+    telling = [figure for figure in alphas if "top-5" not in figure.y_label]  # close to 100 % for ten classes
     return [*(_ladder(metric, rows) for metric in (ACCURACY, LOSS)), _by_seed(rows), *telling]
 
 
@@ -312,9 +314,9 @@ def _verdicts(rows: Rows) -> list[Verdict]:
         ACCURACY.compare("Ghost batch norm raises accuracy", plain, ghost, rows),
         LOSS.compare("Ghost batch norm lowers the loss", plain, ghost, rows),
         ACCURACY.compare("Decay on gamma and beta raises accuracy", ghost, decayed, rows),
-        LOSS.compare("Alpha, tuned on validation data, lowers the loss of the same networks", decayed, tuned, rows),
+        LOSS.compare("Tuned alpha lowers the loss of the same models", decayed, tuned, rows),
         *(_shift_held(number, name, rows) for number, name in enumerate(SHIFTS) if SHIFTS[name]),
-        ACCURACY.compare("At batches of two, batch group norm is more accurate than Group Norm", *SMALL_BATCH, rows),
+        ACCURACY.compare("With batches of two, batch group norm is more accurate than Group Norm", *SMALL_BATCH, rows),
     ]
 
 
@@ -322,7 +324,7 @@ def _shift_held(number: int, name: str, rows: Rows) -> Verdict:
     before, after = _under_shift_numbers(rows, number)
     found = stats.paired(after, before)
     return claims.judge(
-        f"Alpha, one example at a time and nothing trained again, reads more of the digits {name}",
+        f"Tuned alpha improves accuracy on {name} digits without retraining",
         found.interval,
         claims.MORE,
         f"difference {found:.2f}, P = {found.p:.2g}, paired t-test",
@@ -334,7 +336,7 @@ def _seeds_won(before: Step, after: Step, rows: Rows) -> Verdict:
     enough = math.ceil(ENOUGH * seeds)
     won = {metric.label: metric.won(before, after, rows) for metric in (ACCURACY, LOSS)}
     return Verdict(
-        f"All three together are better on test data for at least {enough} of {seeds} seeds",
+        f"All three techniques together improve test accuracy and loss for at least {enough} of {seeds} seeds",
         Outcome.REPLICATED if min(won.values()) >= enough else Outcome.OPPOSITE,
         "; ".join(
             f"{metric.label}: {won[metric.label]} of {seeds} seeds, {metric.gain(before, after, rows)}"

@@ -1,7 +1,7 @@
 """Running many trials: in this process, in a pool of local processes, or on a Ray cluster, with the same rows.
 
-An engine decides only where a trial runs. That a trial runs once, goes on after an interruption and keeps its error is
-the business of the store and of the trial itself, so engines can be mixed and killed at will.
+An engine only decides where a trial runs. The store and the trial itself ensure that a trial runs once, continues after
+an interruption and keeps its error, so engines can be mixed and killed at any time.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from betternorm_lab.team import team_of, world_size
 from betternorm_lab.trials import Runtime, Trial, check_machine, perform, run_trial, settled
 
 ENGINES = ("here", "processes", "ray")
-LIVES = 3  # times that a trial may lose its process before it counts as failed
+LIVES = 3  # a trial fails when its process has died this often
 PRELOADED = ["betternorm_lab.training", "betternorm_lab.fabric"]
-MOST_PER_CORE = 8  # processes of a pool; each holds a network, a dataset and a copy of torch
+MOST_PER_CORE = 8  # processes of a pool; each has a model, a dataset and a copy of torch
 REPORT_EVERY = 0.5  # seconds between a worker's reports
 
 
@@ -46,26 +46,26 @@ def run_trials(
     """Run every trial that has no row yet, and return the rows in the order of ``trials``.
 
     Args:
-        engine: "here" is this process, one after the other; "processes" is a pool on this machine; "ray" is a cluster,
-            whose machines have this package and see ``folder`` at the same path.
-        workers: processes of the pool (by default one per core), or of a Ray that is started here.
-        address: of a running Ray cluster; without it one is started on this machine, and stopped at the end.
+        engine: "here" runs trials in this process, one after the other; "processes" uses a pool on this machine; "ray"
+            uses a cluster whose machines have this package installed and ``folder`` at the same path.
+        workers: processes of the pool (by default one per core), or of a Ray cluster started here.
+        address: of a running Ray cluster; without it, one is started on this machine and stopped at the end.
         retry: run failed trials again.
-        show: draw a progress bar; None where somebody is watching.
+        show: draw a progress bar; None draws one on a terminal.
 
-    Ctrl-C stops at once; what is running goes on from its checkpoint when it is run again.
+    Ctrl-C stops immediately; interrupted trials continue from their checkpoints when they are run again.
     """
     if engine not in ENGINES:
-        raise UserError(f"engine is {engine!r}; it has to be one of {', '.join(ENGINES)}")
+        raise UserError(f"engine is {engine!r}; it must be one of {', '.join(ENGINES)}")
     if workers is not None and workers < 1:
-        raise UserError(f"workers is {workers}; it has to be 1 or more")
+        raise UserError(f"workers is {workers}; it must be 1 or more")
     runtime = runtime or Runtime()
     if engine != "here" and world_size(runtime) > 1:
         raise UserError(
             f"engine is {engine!r}, which gives each trial one process, and there are {world_size(runtime)} "
             "(devices times nodes, or as torchrun says); several on one trial need engine 'here'"
         )
-    if engine != "ray":  # whose machines are others
+    if engine != "ray":  # which uses other machines
         check_machine(runtime)
     store, team = Store(folder), team_of(runtime)
     wanted = list(dict.fromkeys(trials))
@@ -73,7 +73,7 @@ def run_trials(
         [trial for trial in wanted if not ((row := store.get(trial.key)) and settled(row, retry))]
     )
     alone = len(wanted) == 1 and engine == "here"
-    inner = replace(runtime, show=runtime.show if alone else False)  # one bar, not one in the other
+    inner = replace(runtime, show=runtime.show if alone else False)  # one progress bar, not nested ones
     with Watch(len(wanted), len(wanted) - len(todo), False if alone else show) as watch:
         if engine == "here":
             _here(todo, store, inner, retry, watch)
@@ -86,7 +86,7 @@ def run_trials(
 
 
 class Watch:
-    """The state of the whole grid on one line."""
+    """Progress of the whole grid on one line."""
 
     def __init__(self, total: int, done: int, show: bool | None) -> None:
         self._bar = Bar("trials", total, show, done)
@@ -122,7 +122,7 @@ def _here(todo: Sequence[Trial], store: Store, runtime: Runtime, retry: bool, wa
     busy = []
     for trial in todo:
         row = _run_here(trial, store, runtime, retry, watch, wait=False)
-        if row.status == RUNNING:  # another program has it: the others first
+        if row.status == RUNNING:  # another program is running it: continue with the others
             busy.append(trial)
     for trial in busy:
         _run_here(trial, store, runtime, retry, watch, wait=True)
@@ -144,8 +144,8 @@ def _processes(
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     workers = min(workers or cores, len(todo))
     if workers > MOST_PER_CORE * cores:
-        raise UserError(f"workers is {workers}; it has to be from 1 to {MOST_PER_CORE * cores} with {cores} cores")
-    # As many threads as cores in all: more would only take turns.
+        raise UserError(f"workers is {workers}; it must be from 1 to {MOST_PER_CORE * cores} with {cores} cores")
+    # As many threads as cores in total.
     runtime = replace(runtime, threads=runtime.threads or max(1, cores // max(1, workers)))
     queue, busy, deaths = deque(todo), deque[Trial](), dict.fromkeys(todo, 0)
     pool: list[_Worker] = []
@@ -164,7 +164,7 @@ def _processes(
                 row = worker.receive(watch)
                 if given is not None and row is not None:
                     if row.status == RUNNING:
-                        busy.append(given)  # another program has it: the others first
+                        busy.append(given)  # another program is running it: continue with the others
                     else:
                         watch.finished(given, row)
                 elif not worker.process.is_alive():
@@ -180,7 +180,7 @@ def _processes(
 def _replace_dead_worker(
     worker: _Worker, trial: Trial | None, store: Store, deaths: dict[Trial, int], queue: deque[Trial], watch: Watch
 ) -> None:
-    """A worker died. Its trial goes on from its checkpoint in another, unless it keeps killing them."""
+    """A worker died. Its trial continues from its checkpoint in another one, unless it has died too often."""
     code = worker.process.exitcode
     worker.stop()
     if trial is None:
@@ -202,7 +202,7 @@ class _Worker:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         self.pipe, theirs = context.Pipe()
-        # No daemon: those may not have children, and a worker may need processes that read images.
+        # Not a daemon: daemons cannot have children, and a worker may start processes that read images.
         self.process = context.Process(target=_serve, args=(theirs, store.folder, runtime, retry), daemon=False)
         self.process.start()
         theirs.close()
@@ -210,11 +210,11 @@ class _Worker:
 
     def give(self, trial: Trial, patient: bool) -> None:
         self.trial = trial
-        with contextlib.suppress(OSError):  # dead already: found out on the next receive
+        with contextlib.suppress(OSError):  # already dead, which the next receive detects
             self.pipe.send((trial, patient))
 
     def receive(self, watch: Watch) -> Row | None:
-        """Take what it has sent; the row, if that was among it."""
+        """Process its messages; returns the row if one has arrived."""
         try:
             while self.pipe.poll():
                 message = self.pipe.recv()
@@ -239,7 +239,7 @@ class _Worker:
 
 
 def _serve(pipe: Connection, folder: Path, runtime: Runtime, retry: bool) -> None:
-    """What a worker does until nobody is there to give it anything."""
+    """The loop of a worker, until its parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     last = 0.0
@@ -248,7 +248,7 @@ def _serve(pipe: Connection, folder: Path, runtime: Runtime, retry: bool) -> Non
         nonlocal last
         if time.monotonic() - last >= REPORT_EVERY:
             last = time.monotonic()
-            with contextlib.suppress(OSError):  # the parent is gone, and so will this process be
+            with contextlib.suppress(OSError):  # the parent is gone, and this process will end as well
                 pipe.send(part)
 
     with contextlib.suppress(EOFError, OSError):
@@ -256,12 +256,12 @@ def _serve(pipe: Connection, folder: Path, runtime: Runtime, retry: bool) -> Non
             trial, patient = pipe.recv()
             try:
                 pipe.send(run_trial(trial, folder, runtime, retry=retry, wait=patient, progress=report))
-            except UserError as problem:  # of the store, such as a full disk: no other worker would fare better
+            except UserError as problem:  # of the store, such as a full disk, which affects all workers
                 pipe.send(problem)
 
 
 def _leave_with_parent() -> None:
-    """Whatever ended the parent ends its workers: nobody would read their rows, and the checkpoint is there."""
+    """End this worker when its parent has ended; trials continue from their checkpoints."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])
@@ -280,9 +280,9 @@ def _ray(
     workers: int | None,
     address: str | None,
 ) -> None:
-    """Workers run trials and return what came out; this process alone claims them and writes to the store.
+    """Workers run trials and return their outcome; only this process claims them and writes to the store.
 
-    SQLite's log does not work across machines, and this way it does not have to.
+    SQLite's write-ahead log does not work across machines.
     """
     try:
         import ray
@@ -329,15 +329,15 @@ def _ray(
 
 
 def _said_by_ray(problem: Exception) -> str:
-    """What Ray reports of a task that never came back; where it quotes a traceback, the end says what it was."""
+    """The error of a task that did not return; if Ray quotes a traceback, its last line."""
     lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
     reason = lines[-1] if lines and lines[0].startswith("\x1b") else " ".join(lines[:1])
-    return f"its process died or could not begin: {type(problem).__name__}: {reason}"
+    return f"its process died or could not start: {type(problem).__name__}: {reason}"
 
 
 @contextlib.contextmanager
 def _cluster(ray: Any, address: str | None, workers: int | None, threads: int) -> Iterator[None]:
-    """Join a cluster, or start one on this machine for as long as it is needed."""
+    """Connect to a cluster, or start one on this machine and stop it at the end."""
     if ray.is_initialized():
         yield
         return
@@ -352,7 +352,7 @@ def _cluster(ray: Any, address: str | None, workers: int | None, threads: int) -
         where = f"reached at {address}" if address else "started here"
         raise UserError(f"Ray cannot be {where}: {str(problem).splitlines()[0]}") from problem
     if callable(on_termination) and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, on_termination)  # Ray puts one in its place that aborts
+        signal.signal(signal.SIGTERM, on_termination)  # Ray replaces it with one that aborts
     try:
         yield
     finally:

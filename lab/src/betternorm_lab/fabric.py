@@ -1,4 +1,4 @@
-"""Lightning Fabric, set up for this process's share of the machines.
+"""Lightning Fabric, configured from the runtime.
 
 A module of its own because Lightning takes seconds to import: what does not train does not wait for it, and a pool of
 processes imports it once.
@@ -27,12 +27,12 @@ from lightning.fabric.strategies.ddp import DDPStrategy
 
 
 def launch(precision: str, runtime: Runtime) -> Fabric:
-    """As ``runtime`` says, or under torchrun as its variables say."""
+    """Configured by ``runtime``, or by the environment variables of torchrun."""
     devices, nodes = runtime.devices, runtime.nodes
     if launched_by_torchrun():
         devices = int(os.environ["LOCAL_WORLD_SIZE"])
         nodes = int(os.environ["WORLD_SIZE"]) // devices
-    # Buffers are not broadcast from the first process at each step: that would throw the others' statistics away.
+    # Buffers are not broadcast at each step: that would discard the statistics of the other processes.
     known = inspect.signature(DistributedDataParallel).parameters
     switch = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     options: dict[str, Any] = {switch: False}
@@ -44,9 +44,9 @@ def launch(precision: str, runtime: Runtime) -> Fabric:
             num_nodes=nodes,
             strategy="auto" if alone else DDPStrategy(**options),
             precision=cast(Any, precision),  # Fabric checks it
-            plugins=LightningEnvironment() if alone else None,  # or it would count the tasks of a Slurm job
+            plugins=LightningEnvironment() if alone else None,  # or Fabric would count the tasks of a Slurm job
         )
     except (ValueError, RuntimeError) as problem:
-        raise UserError(f"Lightning Fabric refuses: {' '.join(str(problem).split())}") from problem
+        raise UserError(f"Lightning Fabric raised an error: {' '.join(str(problem).split())}") from problem
     fabric.launch()
     return fabric

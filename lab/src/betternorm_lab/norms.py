@@ -1,4 +1,4 @@
-"""Norm layers that only experiments need: what the paper tried in vain (appendix C), and Switchable Normalization.
+"""Norm layers for experiments only: the negative results of the paper (appendix C), and Switchable Normalization.
 
 Each has a function that swaps the batch norm layers of a new network, for ``norm="betternorm_lab.norms:NAME"``.
 """
@@ -17,7 +17,7 @@ from betternorm.layers.checks import channels_in_group
 
 
 class GroupNormBase(GroupedBatchNorm):
-    """Group Norm that keeps moving averages, to be disturbed in training; at inference it is Group Norm.
+    """Group Norm with moving averages, which subclasses perturb in training; at inference it is Group Norm.
 
     Args:
         num_groups: of channels; more than there are means one channel per group.
@@ -30,9 +30,9 @@ class GroupNormBase(GroupedBatchNorm):
 
 
 class NoisyGroupNorm(GroupNormBase):
-    """Gaussian noise on a group's mean and log variance, as large as they differ between examples, times ``strength``.
+    """Gaussian noise on a group's mean and log variance: their standard deviation between examples times ``strength``.
 
-    How much they differ is a moving average, so the noise does not depend on the batch at hand.
+    The standard deviation is a moving average, so the noise does not depend on the current batch.
     """
 
     spread: Tensor
@@ -61,7 +61,7 @@ class NoisyGroupNorm(GroupNormBase):
 
 
 class RandomGroupNorm(GroupNormBase):
-    """Channels fall into groups at random, anew in a ``share`` of the steps."""
+    """Channels are assigned to groups at random, in a ``share`` of the steps."""
 
     def __init__(self, num_features: int, num_groups: int = 8, share: float = 1.0) -> None:
         super().__init__(num_features, num_groups)
@@ -99,7 +99,7 @@ class ChangingGroupNorm(GroupNormBase):
 
 
 class EvenGroupNorm(GroupNormBase):
-    """As many channels per group as give ``elements`` values, height x width x channels, or the nearest divisor."""
+    """Groups of about ``elements`` values (height x width x channels); the number of channels is a divisor."""
 
     def __init__(self, num_features: int, elements: int = 1024) -> None:
         super().__init__(num_features, 1)
@@ -171,7 +171,7 @@ def switchable(model: nn.Module) -> nn.Module:
 
 
 def _swap(model: nn.Module, make: Callable[[int], nn.Module]) -> nn.Module:
-    """A new layer for every batch norm layer of a new network: nothing has been learned that could be lost."""
+    """Replace every batch norm layer of an untrained model."""
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             if isinstance(child, nn.BatchNorm2d):

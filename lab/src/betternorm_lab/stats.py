@@ -1,4 +1,4 @@
-"""Mean, spread and tests over the runs of an experiment, as the paper reports them (section 3.3: P over ten runs)."""
+"""Mean, standard deviation and tests over the runs of an experiment, as in section 3.3 of the paper."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from betternorm.errors import UserError
 CONFIDENCE = 0.95
 POWER = 0.8
 RESAMPLES = 9999
-ROUNDING = 1e-14  # of a number's size: what differs by less differs by the last bits alone
+ROUNDING = 1e-14  # relative; smaller differences are rounding errors
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Some runs in a few numbers. ``std`` is the sample's (n - 1); with one run it and the intervals are NaN."""
+    """Summary of runs. ``std`` is the sample standard deviation (n - 1); for one run, it and the intervals are NaN."""
 
     mean: float
     std: float
@@ -33,7 +33,7 @@ class Summary:
         return f"{self:.2f}"
 
     def __format__(self, spec: str) -> str:
-        """``f"{found:.4f}"`` writes the numbers with four places."""
+        """``f"{summary:.4f}"`` formats the numbers with four decimal places."""
         if not spec:
             return str(self)
         spread = f" ± {self.std:{spec}}" if self.n > 1 else ""
@@ -42,7 +42,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A difference of means (first less second), its interval, and the P value of there being none."""
+    """A difference of means (first minus second), its interval, and the P value of no difference."""
 
     difference: float
     interval: tuple[float, float]
@@ -54,7 +54,7 @@ class Comparison:
         return f"{self:.2f}, P = {self.p:.3g}"
 
     def __format__(self, spec: str) -> str:
-        """``f"{found:.4f}"`` writes the difference and its interval, where there is one, with four places."""
+        """``f"{comparison:.4f}"`` formats the difference and its interval, if any, with four decimal places."""
         if not spec:
             return str(self)
         if math.isinf(self.interval[0]):
@@ -63,7 +63,7 @@ class Comparison:
 
 
 def summary(values: Sequence[float], confidence: float = CONFIDENCE) -> Summary:
-    """Mean, standard deviation, n, and two intervals of the mean: Student's t, and the (seeded) bootstrap's."""
+    """Mean, standard deviation, n, and two intervals of the mean: Student's t and a seeded bootstrap."""
     sample = _sample("values", values, at_least=1)
     mean, n = float(sample.mean()), len(sample)
     if n == 1:
@@ -84,22 +84,22 @@ def summary(values: Sequence[float], confidence: float = CONFIDENCE) -> Summary:
 
 
 def welch(first: Sequence[float], second: Sequence[float], confidence: float = CONFIDENCE) -> Comparison:
-    """Two-sided test for runs that have nothing to do with each other, without assuming equal variances."""
+    """Two-sided test for independent runs, without assuming equal variances."""
     a, b = _sample("first", first, at_least=2), _sample("second", second, at_least=2)
     difference = float(a.mean() - b.mean())
     if max(np.ptp(a), np.ptp(b)) <= ROUNDING * max(np.abs(a).max(), np.abs(b).max()):
         return _without_spread(difference, len(a) + len(b) - 2, math.comb(len(a) + len(b), len(a)), confidence)
-    with warnings.catch_warnings():  # one of the two may have no spread
+    with warnings.catch_warnings():  # one of the two may be constant
         warnings.filterwarnings("ignore", "Precision loss", RuntimeWarning)
         found = stats.ttest_ind(a, b, equal_var=False)
     return _comparison(difference, found, confidence)
 
 
 def paired(first: Sequence[float], second: Sequence[float], confidence: float = CONFIDENCE) -> Comparison:
-    """Two-sided test for runs that belong together, like two norms with the same seed."""
+    """Two-sided test for paired runs, such as two evaluations of the same model."""
     a, b = _sample("first", first, at_least=2), _sample("second", second, at_least=2)
     if len(a) != len(b):
-        raise UserError(f"first has {len(a)} runs and second {len(b)}; a paired test needs them in pairs")
+        raise UserError(f"first has {len(a)} runs and second {len(b)}; a paired test needs equal numbers")
     difference = float((a - b).mean())
     if np.ptp(a - b) <= ROUNDING * max(np.abs(a).max(), np.abs(b).max()):
         return _without_spread(difference, len(a) - 1, 2 ** len(a), confidence)
@@ -107,9 +107,9 @@ def paired(first: Sequence[float], second: Sequence[float], confidence: float = 
 
 
 def detectable(spread: float, n: int, *, paired: bool = False, power: float = POWER) -> float:
-    """The smallest difference that n runs of each arm would show with this power, at :data:`CONFIDENCE`, two-sided.
+    """The minimum detectable effect of n runs per arm at this power and :data:`CONFIDENCE`, two-sided.
 
-    ``spread`` is the standard deviation between the runs of an arm or, where ``paired``, of the differences in pairs.
+    ``spread`` is the standard deviation between the runs of an arm or, if ``paired``, of the differences.
     """
     if n < 2:
         return math.inf
@@ -117,7 +117,7 @@ def detectable(spread: float, n: int, *, paired: bool = False, power: float = PO
     critical = float(stats.t.ppf((1 + CONFIDENCE) / 2, degrees))
 
     def power_at(shift: float) -> float:
-        """The part beyond the other end is left out: it is nothing where the power is high."""
+        """Without the other tail, which is negligible at high power."""
         return float(stats.nct.sf(critical, degrees, shift))
 
     low, high = 0.0, 4 * critical  # in standard errors
@@ -128,7 +128,7 @@ def detectable(spread: float, n: int, *, paired: bool = False, power: float = PO
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """P values corrected for their number by Holm's method, in the same order."""
+    """P values with Holm's correction, in the same order."""
     order = sorted(range(len(p_values)), key=lambda k: p_values[k])
     corrected, worst = [0.0] * len(p_values), 0.0
     for rank, k in enumerate(order):
@@ -144,9 +144,9 @@ def _comparison(difference: float, found: Any, confidence: float) -> Comparison:
 
 
 def _without_spread(difference: float, degrees: float, arrangements: int, confidence: float) -> Comparison:
-    """Where all runs agree, as on a coarse grid, the t statistic is 0/0 or infinite, and the exact test takes over.
+    """An exact test if all runs agree, as on a coarse grid, where the t statistic is 0/0 or infinite.
 
-    It asks in how many of the ``arrangements`` of the runs, by arm or by sign, the difference would be as large: two.
+    Of the ``arrangements`` of the runs, by arm or by sign, two have a difference as large.
     """
     if difference == 0:
         return Comparison(0.0, (0.0, 0.0), 0.0, degrees, 1.0)

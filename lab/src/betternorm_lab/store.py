@@ -41,7 +41,7 @@ CREATE TABLE IF NOT EXISTS trials (
 
 @dataclass(frozen=True)
 class Row:
-    """What is known of a trial. ``row["top1"]`` looks in the result, then in the configuration."""
+    """The stored state of a trial. ``row["top1"]`` looks in the result, then in the configuration."""
 
     key: str
     kind: str
@@ -57,7 +57,7 @@ class Row:
 
     @property
     def reason(self) -> str:
-        """Why it failed, in one line; empty where it did not."""
+        """Why the trial failed, in one line; empty if it did not."""
         return (self.error or "").partition("\n")[0]
 
     def flat(self) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class Row:
 
 
 class Store:
-    """The rows of an output folder. In a folder that cannot be written, such as on a read-only disk, they can be read.
+    """The rows of an output folder. A folder on a read-only disk can be read.
 
     Examples::
 
@@ -94,7 +94,7 @@ class Store:
         return Store, (self.folder,)
 
     def trial_folder(self, key: str) -> Path:
-        """Where a trial keeps its checkpoint and whatever else it writes."""
+        """The folder for the checkpoint and other files of a trial."""
         return self.folder / "trials" / key
 
     def __getitem__(self, key: str) -> Row:
@@ -120,7 +120,7 @@ class Store:
         return [_row(values) for values in found]
 
     def start(self, key: str, kind: str, config: dict[str, Any]) -> None:
-        """Note that a trial is being worked on. A finished one stays finished."""
+        """Mark a trial as running. A finished trial stays finished."""
         with self._open() as connection:
             connection.execute(
                 "INSERT INTO trials (key, kind, status, config, attempts) VALUES (?, ?, 'running', ?, 1) "
@@ -139,7 +139,7 @@ class Store:
         error: str | None = None,
         provenance: dict[str, Any] | None = None,
     ) -> None:
-        """Write a result, or an error instead of one. When this returns it is on disk; the first result stays."""
+        """Write a result or an error to disk. The first result of a trial is kept."""
         status = DONE if error is None else FAILED
         with self._open() as connection:
             connection.execute(
@@ -160,7 +160,7 @@ class Store:
 
     @contextlib.contextmanager
     def claim(self, key: str, wait: bool = True) -> Iterator[bool]:
-        """Hold a trial for this process: yields whether it was had. The system lets go of it when the process dies."""
+        """Lock a trial for this process; yields whether it succeeded. The lock is released when the process dies."""
         folder = self.trial_folder(key)
         make_folder(folder)
         with open(folder / "lock", "w") as lock:
@@ -178,12 +178,12 @@ class Store:
         return pandas.DataFrame([row.flat() for row in self.rows(kind=kind, status=status)])
 
     def export(self, path: str | os.PathLike[str], *, kind: str | None = None, status: str | None = DONE) -> Path:
-        """Write the table as .csv or .parquet; what is not a number or a text stands there as JSON."""
+        """Write the table as .csv or .parquet; values other than numbers and text are written as JSON."""
         return export(self.rows(kind=kind, status=status), path)
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
-        """A connection of this process's own (they do not survive a fork), and its errors as one line."""
+        """A connection of this process (connections do not survive a fork); its errors become one line."""
         try:
             if self._connection is None or self._owner != os.getpid():
                 self._connection = _connect_to_read(self.path) if self._read_only else _connect(self.path)
@@ -191,17 +191,17 @@ class Store:
             yield self._connection
         except sqlite3.DatabaseError as problem:
             raise UserError(
-                f"the store {self.path} cannot be used: {problem}; rows already in it are kept"
+                f"the store {self.path} cannot be used: {problem}; rows that were already stored are kept"
             ) from problem
 
 
 def export(rows: Iterable[Row], path: str | os.PathLike[str]) -> Path:
-    """Write some rows as :meth:`Store.export` writes all of them."""
+    """Write rows in the format of :meth:`Store.export`."""
     import pandas
 
     path = Path(path)
     if path.suffix not in (".csv", ".parquet"):
-        raise UserError(f"path is {str(path)!r}; it has to end in .csv or .parquet")
+        raise UserError(f"path is {str(path)!r}; it must end in .csv or .parquet")
     table = pandas.DataFrame([row.flat() for row in rows])
     for name in table.columns:
         if any(isinstance(value, list | dict) for value in table[name]):
@@ -224,26 +224,26 @@ def _connect(path: Path) -> sqlite3.Connection:
     deadline = time.monotonic() + PATIENCE
     while True:
         try:
-            # Turning the log on needs the file alone, and SQLite does not wait for that by itself.
+            # Enabling the log needs exclusive access, for which SQLite does not wait by itself.
             connection.execute("PRAGMA journal_mode = WAL")
             break
         except sqlite3.OperationalError as problem:
             if "locked" not in str(problem) or time.monotonic() > deadline:
                 raise
             time.sleep(0.01)
-    connection.execute("PRAGMA synchronous = FULL")  # on disk, not in a cache, before a row counts as written
+    connection.execute("PRAGMA synchronous = FULL")  # rows are on disk, not in a cache, when a write returns
     return connection
 
 
 def _connect_to_read(path: Path) -> sqlite3.Connection:
-    """Without leaving a trace. SQLite reads a log that is there; where there is none, it has to be told so."""
+    """Read-only, without creating files. SQLite must be told whether there is a write-ahead log."""
     log = path.with_name(f"{path.name}-wal")
     how = "mode=ro" if log.is_file() and log.stat().st_size else "immutable=1"
     return sqlite3.connect(f"{path.resolve().as_uri()}?{how}", uri=True, isolation_level=None, check_same_thread=False)
 
 
 def make_folder(folder: Path) -> None:
-    """Create an output folder, or say in one line why it cannot be."""
+    """Create an output folder; raises a one-line error if that is impossible."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
@@ -261,7 +261,7 @@ def write_text(path: Path, text: str) -> Path:
 
 @contextlib.contextmanager
 def atomic(path: Path) -> Iterator[Path]:
-    """A draft beside ``path`` that takes its name when it is whole and on disk: readers see the old file or the new."""
+    """A draft next to ``path`` that replaces it when complete and on disk: readers see the old file or the new one."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield draft
@@ -274,6 +274,6 @@ def atomic(path: Path) -> Iterator[Path]:
         finally:
             os.close(folder)
     except OSError as problem:
-        raise UserError(f"{path} cannot be written: {problem.strerror}; what was there before is kept") from problem
+        raise UserError(f"{path} cannot be written: {problem.strerror}; the previous file is kept") from problem
     finally:
         draft.unlink(missing_ok=True)

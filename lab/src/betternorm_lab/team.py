@@ -1,4 +1,4 @@
-"""The processes that work on one trial together: on several GPUs, under torchrun, or as tasks of a Slurm job.
+"""The processes of a distributed trial: on several GPUs, under torchrun, or as tasks of a Slurm job.
 
 The first process decides what is run and writes the rows; the others do as it says, so that all are always at the same
 trial. A process that is lost ends the run: its trial stays unfinished, and the same command goes on with it.
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# To wait for another program that has the trial. A process that dies is noticed at once, by its closed connection.
+# While another program runs the trial. A dead process is detected immediately by its closed connection.
 PATIENCE = timedelta(days=7)
-# Between the first process that is through with a trial and the last: they did the same work side by side.
+# Between the first and the last process to finish a trial.
 STRAGGLING = timedelta(minutes=5)
 
 
@@ -31,12 +31,12 @@ def launched_by_torchrun() -> bool:
 
 
 def world_size(runtime: Runtime) -> int:
-    """How many processes work on one trial. A Slurm task that was not told of others, by devices or nodes, is alone."""
+    """The number of processes per trial. A Slurm task without ``devices`` or ``nodes`` runs alone."""
     return int(os.environ["WORLD_SIZE"]) if launched_by_torchrun() else runtime.devices * runtime.nodes
 
 
 def team_of(runtime: Runtime) -> Team:
-    """The team that this process belongs to; the first call waits for the others."""
+    """The team of this process; the first call waits for the other processes."""
     if world_size(runtime) == 1:
         return Team()
     if Several.met is None:
@@ -47,7 +47,7 @@ def team_of(runtime: Runtime) -> Team:
 
 
 class Team:
-    """One process alone; it agrees with itself."""
+    """A single process."""
 
     rank = 0
 
@@ -56,14 +56,14 @@ class Team:
         return value
 
     def outcome(self, mine: dict[str, Any]) -> dict[str, Any]:
-        """What came of a trial that all have run: the first process's outcome, or an error that all met."""
+        """The outcome of the first process, or an error of any process."""
         return mine
 
 
 class Several(Team):
-    """Processes that talk over a group of their own, which the trial's own traffic cannot disturb."""
+    """Several processes, with a separate process group that does not interfere with that of the trial."""
 
-    met: ClassVar[Several | None] = None  # once in the life of a process
+    met: ClassVar[Several | None] = None  # once per process
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -81,7 +81,7 @@ class Several(Team):
     def outcome(self, mine: dict[str, Any]) -> dict[str, Any]:
         outcomes: list[dict[str, Any]] = [{}] * torch.distributed.get_world_size()
         try:
-            # One process may have failed alone, with the others waiting inside the trial for ever.
+            # If one process failed, the others would wait inside the trial forever.
             torch.distributed.monitored_barrier(self._group, timeout=STRAGGLING)
             torch.distributed.all_gather_object(outcomes, mine, group=self._group)
         except RuntimeError as problem:
@@ -90,7 +90,7 @@ class Several(Team):
 
 
 def _leave() -> None:
-    """Left to the interpreter, the threads of a group are ended too late now and then, and the process aborts."""
+    """Destroy the process group before the interpreter exits, which sometimes aborts otherwise."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
@@ -98,5 +98,5 @@ def _leave() -> None:
 def _lost(problem: RuntimeError, error: str | None = None) -> UserError:
     first = (error or str(problem)).strip().partition("\n")[0]
     return UserError(
-        f"a process of this run was lost ({first}); its trial is not finished, and the same command goes on with it"
+        f"a process of this run was lost ({first}); its trial is not finished; repeat the command to continue"
     )

@@ -1,6 +1,6 @@
-"""A trial: a frozen, hashable configuration that becomes a row in the store, once.
+"""A trial: a frozen, hashable configuration that is run once and stored as a row.
 
-A subclass of :class:`Trial` says what is tried; :class:`Runtime` says where and how, and changes no result.
+A subclass of :class:`Trial` defines the experiment; :class:`Runtime` defines where and how it runs.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from betternorm.errors import UserError
 from betternorm_lab.store import DONE, FAILED, RUNNING, Row, Store
 from betternorm_lab.team import launched_by_torchrun, team_of
 
-Progress = Callable[[float], None]  # called with the part of the trial that is done, 0 to 1
+Progress = Callable[[float], None]  # called with the finished fraction of the trial
 T = TypeVar("T", bound="Trial")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
-    """Where and how trials run. Nothing in here is part of what is tried.
+    """Where and how trials run; not part of their configuration.
 
     Args:
         data_root, download: see :func:`betternorm_lab.data.load`.
-        accelerator, devices, nodes: as Lightning Fabric takes them; "auto" is a GPU where there is one.
-        threads: of torch in this process; None leaves them as they are.
-        workers: processes that read images too large to be held in memory.
+        accelerator, devices, nodes: as in Lightning Fabric; "auto" is a GPU if there is one.
+        threads: of torch in this process; None leaves them unchanged.
+        workers: processes that read images that do not fit in memory.
         channels_last, compile: faster on some machines; the last bits of a result may differ.
-        deterministic: only algorithms that give the same bits each time.
-        tensorboard: write curves into the trial's folder.
-        show: draw a progress bar; None where somebody is watching.
+        deterministic: use only deterministic algorithms.
+        tensorboard: write curves to the folder of the trial.
+        show: draw a progress bar; None draws one on a terminal.
     """
 
     data_root: str | None = None
@@ -63,11 +63,11 @@ class Runtime:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What is tried. Subclass it as a frozen dataclass with a ``kind`` of its own, and write :meth:`run`.
+    """A configuration to run. Subclass it as a frozen dataclass with its own ``kind``, and implement :meth:`run`.
 
-    Fields hold numbers, texts, None and tuples of them; a dict or a list is frozen on the way in. The key of a trial is
-    a hash of the fields that are not at their default, so a field added later leaves old rows valid; the meaning of a
-    default must therefore never change.
+    Fields are numbers, text, None and tuples of them; dicts and lists are converted to tuples. The key of a trial is
+    a hash of the fields that are not at their default, so that fields can be added without invalidating old rows; the
+    meaning of a default must never change.
 
     Examples::
 
@@ -90,8 +90,8 @@ class Trial:
             object.__setattr__(self, item.name, _frozen(item.name, getattr(self, item.name)))
 
     def run(self, folder: Path, runtime: Runtime, progress: Progress) -> dict[str, Any]:
-        """Do it, and return what goes into the row. Killed at any moment and called again, it goes on in ``folder``."""
-        raise NotImplementedError(f"{type(self).__name__} has to say how it is run")
+        """Run the trial, and return its result. After an interruption, a second call continues from ``folder``."""
+        raise NotImplementedError(f"{type(self).__name__} must implement run")
 
     @property
     def changed(self) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class Trial:
 
     @property
     def config(self) -> dict[str, Any]:
-        """All fields, as they stand in the row."""
+        """All fields, as in the row."""
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
     def __str__(self) -> str:
@@ -115,7 +115,7 @@ class Trial:
 
 
 def grid(base: T, **axes: Iterable[Any]) -> list[T]:
-    """Every combination of the values of some fields: ``grid(base, norm=("batch", "ghost"), seed=range(3))``."""
+    """All combinations of values of some fields: ``grid(base, norm=("batch", "ghost"), seed=range(3))``."""
     return [
         replace(base, **dict(zip(axes, values, strict=True)))
         for values in itertools.product(*(tuple(axis) for axis in axes.values()))
@@ -131,15 +131,15 @@ def run_trial(
     wait: bool = True,
     progress: Progress = lambda part: None,
 ) -> Row:
-    """Run a trial unless its row is there, and return the row.
+    """Run a trial unless it has a row, and return the row.
 
-    A finished trial is not run again. A failed one is, if ``retry``. One that another process is running is waited for;
-    with ``wait=False`` its row comes back as it stands, "running".
+    Finished trials are not run again; failed ones are, with ``retry``. If another process is running the trial, this
+    function waits for it; with ``wait=False`` it returns the row with the status "running".
     """
     runtime = runtime or Runtime()
     store, team = Store(folder), team_of(runtime)
     place = store.trial_folder(trial.key)
-    there: Row | None = None  # what the first process finds; None says that the trial is to be run
+    there: Row | None = None  # the row that the first process sees; None if the trial must be run
     if team.rank > 0:
         there = team.told_by_first(there)
         if there is not None:
@@ -150,7 +150,7 @@ def run_trial(
     if there is not None and settled(there, retry):
         return team.told_by_first(there)
     with store.claim(trial.key, wait) as mine:
-        there = store.get(trial.key)  # whoever held it may have finished it
+        there = store.get(trial.key)  # the process that had the lock may have finished it
         if not mine or (there is not None and settled(there, retry)):
             return team.told_by_first(there or Row(trial.key, trial.kind, RUNNING, trial.config))
         team.told_by_first(None)
@@ -161,9 +161,9 @@ def run_trial(
 
 
 def check_machine(runtime: Runtime) -> None:
-    """Refuse what this machine cannot carry, before it is tried."""
+    """Raise an error for settings that exceed this machine."""
     cores = os.cpu_count() or 1
-    readers = max(64, 4 * cores)  # they wait for disks more than they compute
+    readers = max(64, 4 * cores)  # mostly waiting for the disk
     on_cpu = runtime.accelerator == "cpu" or (runtime.accelerator == "auto" and not torch.cuda.is_available())
     limits = [("nodes", runtime.nodes, 1, None), ("workers", runtime.workers, 0, readers)]
     limits += [("devices", runtime.devices, 1, cores if on_cpu and not launched_by_torchrun() else None)]
@@ -171,11 +171,11 @@ def check_machine(runtime: Runtime) -> None:
     for name, value, least, most in limits:
         if value < least or (most is not None and value > most):
             allowed = f"{least} or more" if most is None else f"from {least} to {most} on this machine of {cores} cores"
-            raise UserError(f"{name} is {value}; it has to be {allowed}")
+            raise UserError(f"{name} is {value}; it must be {allowed}")
 
 
 def settled(row: Row, retry: bool = False) -> bool:
-    """Whether there is nothing left to do for this row."""
+    """Whether the trial of this row needs no further run."""
     return row.status == DONE or (row.status == FAILED and not retry)
 
 
@@ -193,7 +193,7 @@ def perform(
         outcome["result"] = trial.run(folder, runtime, progress)
     except UserError as problem:
         outcome["error"] = str(problem)
-    except Exception as problem:  # whatever it is, the other trials of the grid go on
+    except Exception as problem:  # the other trials of the grid continue
         where = "".join(traceback.format_tb(problem.__traceback__))
         outcome["error"] = f"{type(problem).__name__}: {problem}\n{where}"
     outcome["provenance"] = provenance(trial, runtime) | {
@@ -204,7 +204,7 @@ def perform(
 
 
 def provenance(trial: Trial, runtime: Runtime) -> dict[str, Any]:
-    """Everything needed to tell where a number came from."""
+    """The origin of the numbers: seed, versions, commit, machine, runtime and command."""
     return {
         "seed": trial.seed,
         "versions": {name: _version(name) for name in ("betternorm", "torch", "torchvision", "timm", "numpy")}
@@ -232,7 +232,7 @@ def _version(package: str) -> str | None:
 
 @functools.cache
 def code_version() -> str | None:
-    """The commit this code is at, with a plus where the checkout has been changed; None where it is installed."""
+    """The commit of this code, with a plus for uncommitted changes; None for an installed package."""
     here = Path(__file__).parent
     try:
         head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True)
@@ -264,11 +264,11 @@ def _frozen(name: str, value: Any) -> Any:
         return tuple(_frozen(name, item) for item in value)
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise UserError(f"{name} is {value!r}; a trial holds numbers, texts, None, and lists or dicts of them")
+    raise UserError(f"{name} is {value!r}; fields must be numbers, text, None, or lists or dicts of them")
 
 
 def _canonical(value: Any) -> Any:
-    """Equal values as equal text: 1.0 and 1 are one configuration."""
+    """Equal values become equal text: 1.0 and 1 are the same configuration."""
     if isinstance(value, dict):
         return {name: _canonical(item) for name, item in value.items()}
     if isinstance(value, tuple):

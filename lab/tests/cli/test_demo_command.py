@@ -30,7 +30,7 @@ def test_no_gain_is_told_and_no_error(tmp_path, capsys):
     worse = [(top1 - 0.02, loss) for top1, loss in MEASURED[demo.PLAIN]]
     fill(tmp_path, MEASURED | {demo.DECAYED: worse})
     assert main(["demo", "--output", str(tmp_path), "--seeds", "3"]) == OK
-    assert "opposite effect: All three together" in capsys.readouterr().out
+    assert "opposite effect: All three techniques together" in capsys.readouterr().out
 
 
 def test_for_machines_there_is_json(tmp_path, capsys):
@@ -38,7 +38,7 @@ def test_for_machines_there_is_json(tmp_path, capsys):
     assert main(["demo", "--output", str(tmp_path), "--seeds", "3", "--json"]) == OK
     found = json.loads(capsys.readouterr().out)
     assert found["page"] == str(tmp_path / "report.html")
-    assert found["tables"][0]["rows"][3] == ["seeds won", "3 of 3", "3 of 3"]
+    assert found["tables"][0]["rows"][3] == ["seeds improved", "3 of 3", "3 of 3"]
     assert found["verdicts"][0]["outcome"] == "replicated"
 
 
@@ -106,7 +106,7 @@ def test_the_demo_really_trains_and_a_second_run_only_shows(tmp_path, capsys):
     store = Store(tmp_path)
     for seed in range(2):
         row = store.get(replace(demo.PLAIN, seed=seed).key)
-        assert row["train_top1"] > 0.99  # learnt by heart, as the notes say
+        assert row["train_top1"] > 0.99  # overfits, as the notes say
         assert row["test_top1"] > 0.9
     attempts = [row.attempts for row in store.rows()]
     assert main(words) == OK

@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 from betternorm_lab import stats
-from betternorm_lab.experiments.saved_rows import read_csv
+from betternorm_lab.experiments.saved_rows import read_table, table_of
 
 from betternorm.advice import advise
 from betternorm.advice import evidence as ev
 from betternorm.advice.evidence import MEASURED, Measured
 
-PAGES = Path(__file__).parents[3] / "docs" / "results" / "medium"
-ROWS = {key: row for table in PAGES.glob("*/rows.csv") for key, row in read_csv(table).items()}
+ROWS = read_table(Path(__file__).parents[3] / "docs" / "results" / table_of("medium"))
 
 
 def top1(keys: tuple[str, ...], alpha: bool = True) -> list[float]:

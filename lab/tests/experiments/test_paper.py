@@ -128,11 +128,11 @@ def test_the_overview_follows_from_the_rows(results, tmp_path):
 def test_the_index_quotes_the_primary_claims_of_the_evidence_page(tmp_path):
     (tmp_path / "evidence").mkdir()
     (tmp_path / "evidence/index.md").write_text(
-        "# E\n\n## Primary claims\n\n[a](b.md), [c](https://d)\n\n## Other\n\nx\n"
+        "# E\n\nText.\n\n| a |\n| --- |\n| [b](b.md), [c](https://d) |\n\n| x |\n"
     )
     overview.write([], tmp_path)
-    text = (tmp_path / "index.md").read_text()
-    assert "## Primary claims\n\n[a](evidence/b.md), [c](https://d)\n\n## Pages" in text
+    quoted = "| a |\n| --- |\n| [b](evidence/b.md), [c](https://d) |"
+    assert f"## Primary claims\n\n{quoted}\n\n## Pages" in (tmp_path / "index.md").read_text()
 
 
 def test_pages_are_recomputed_without_running_anything(results, tmp_path, capsys):

@@ -11,8 +11,6 @@ from betternorm.errors import UserError
 from betternorm.integrations.checkpoints import read_checkpoint, state_dict_of
 from betternorm.layers import BatchGroupNorm, BatchRenorm, GhostBatchNorm, GroupedBatchNorm
 
-from ..conftest import SHARED
-
 
 def norms(model):
     return [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
@@ -179,13 +177,13 @@ def test_weights_that_do_not_fit(tmp_path, write, words):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"norm": "gohst"}, "norm is 'gohst'; it has to be one of batch, weighed"),
+        ({"norm": "gohst"}, "norm is 'gohst'; it must be one of batch, weighed"),
         ({"norm": "ghost", "norm_options": {"size": 4}}, "has no option 'size'"),
         ({"norm": "ghost", "norm_options": {"ghost_size": 0}}, "ghost_size=0"),
         ({"norm": "group", "norm_options": {"num_groups": 5}}, "num_groups=5"),
         ({"norm": "batch", "norm_options": {"ghost_size": 4}}, "batch norm takes none"),
         ({"norm": "nowhere:function"}, "cannot be imported"),
-        ({"network": "resnet19"}, "network is 'resnet19'; it has to be resnet18, "),
+        ({"network": "resnet19"}, "network is 'resnet19'; it must be resnet18, "),
         ({"network": "timm:resnet19"}, "timm has no model"),
         ({"width": 0}, "width is 0"),
     ],
@@ -195,11 +193,8 @@ def test_networks_that_cannot_be(options, words):
         models.build(options.pop("network", "resnet18"), 10, **options)
 
 
-def test_somebody_elses_weights_are_read():
-    path = next(iter(sorted((SHARED / "weights" / "cifar100_resnets").glob("*"))), None)
-    if path is None:
-        pytest.skip(f"no trained networks in {SHARED / 'weights'}")
-    state = state_dict_of(read_checkpoint(path))
+def test_published_weights_are_read(external_file):
+    state = state_dict_of(read_checkpoint(external_file("weights/cifar100_resnets/resnet8_cifar100.pth")))
     assert any(name.endswith("running_mean") for name in state)
 
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from betternorm_lab.training import CALIBRATED, JUDGED_BY, Config, build_model, load_data
+from betternorm_lab.training import CALIBRATED, JUDGED_BY, Config, build_model, load_data, tune_for_row
 from betternorm_lab.training.config import set_window
-from betternorm_lab.training.evaluation import TEMPERATURES, best_alphas, evaluate, evaluate_calibrated, with_alpha
+from betternorm_lab.training.evaluation import best_alphas, calibrated_rows, evaluate, evaluations, with_alpha
 from betternorm_lab.trials import Runtime
 from scipy import optimize
 from torch import nn
@@ -43,7 +43,7 @@ def cross_entropy(logits, labels, temperature):
 
 def test_the_temperature_is_the_one_that_lowers_the_cross_entropy_most(overconfident):
     network, labels = overconfident
-    (row,) = evaluate_calibrated(network, batches(labels), [None])
+    (row,) = calibrated_rows(evaluations(network, batches(labels), [None]), [None])
     found = optimize.minimize_scalar(lambda one: cross_entropy(network.logits, labels, one), bounds=(0.5, 4.0))
     assert row[CALIBRATED] == pytest.approx(found.fun, abs=1e-4)
     assert row["temperature"] == pytest.approx(found.x, rel=0.02)
@@ -52,21 +52,42 @@ def test_the_temperature_is_the_one_that_lowers_the_cross_entropy_most(overconfi
     assert {name: row[name] for name in JUDGED_BY} == evaluate(network, batches(labels))[0]
 
 
-def test_other_data_is_read_with_the_temperature_that_is_given(overconfident):
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 3.1, 12.0])
+def test_other_data_is_evaluated_at_the_temperature_that_was_fitted(overconfident, temperature):
     network, labels = overconfident
-    (row,) = evaluate_calibrated(network, batches(labels), [None], [TEMPERATURES[3]])
-    assert row["temperature"] == TEMPERATURES[3]
-    assert row[CALIBRATED] == pytest.approx(cross_entropy(network.logits, labels, TEMPERATURES[3]), rel=1e-5)
+    (row,) = calibrated_rows(evaluations(network, batches(labels), [None]), [None], [temperature])
+    assert row["temperature"] == pytest.approx(temperature)
+    assert row[CALIBRATED] == pytest.approx(cross_entropy(network.logits, labels, temperature), rel=2e-4)
 
 
-def test_every_metric_has_its_own_best_alpha_and_equals_stay_near_the_trained_one():
-    table = [
-        {"alpha": 0.0, "top1": 0.50, "top5": 0.8, "cross_entropy": 2.0, CALIBRATED: 1.9},
-        {"alpha": 0.1, "top1": 0.52, "top5": 0.8, "cross_entropy": 1.9, CALIBRATED: 1.95},
-        {"alpha": 0.3, "top1": 0.51, "top5": 0.8, "cross_entropy": 1.8, CALIBRATED: 1.99},
-    ]
-    assert best_alphas(table, 0.0) == {"top1": 0.1, "top5": 0.0, "cross_entropy": 0.3, CALIBRATED: 0.0}
-    assert best_alphas(table, 1.0)["top5"] == 0.3
+def test_the_library_and_the_lab_have_one_definition_of_the_metric(overconfident):
+    """Row by row, the table of tune_alpha and that of the lab."""
+    config = Config(width=4, blocks=(1,), norm="ghost", norm_options={"ghost_size": 4})
+    network = build_model(config, load_data(config, Runtime())).train()
+    network(torch.randn(32, 1, 8, 8))
+    data = [(torch.randn(20, 1, 8, 8), torch.arange(20) % 10) for _ in range(4)]
+    alphas = [0.0, 0.1, 0.5, 1.0]
+    search = tune_for_row(network, data, grid=alphas, progress=False)
+    measured = evaluations(network, data, alphas)
+    for row, ours in zip(search.table, calibrated_rows(measured, alphas), strict=True):
+        assert {name: ours[name] for name in (*JUDGED_BY, CALIBRATED)} == pytest.approx(
+            {name: row[name] for name in (*JUDGED_BY, CALIBRATED)}, rel=1e-6
+        )
+    assert best_alphas(measured, (*JUDGED_BY, CALIBRATED)) == search.best
+
+
+def test_every_metric_has_its_own_best_alpha():
+    config = Config(width=4, blocks=(1,), norm="ghost", norm_options={"ghost_size": 4})
+    network = build_model(config, load_data(config, Runtime())).train()
+    network(torch.randn(32, 1, 8, 8))
+    data = [(torch.randn(40, 1, 8, 8), torch.arange(40) % 10)]
+    alphas = [0.0, 0.1, 0.5, 1.0]
+    measured = evaluations(network, data, alphas)
+    rows = dict(zip(alphas, calibrated_rows(measured, alphas), strict=True))
+    best = best_alphas(measured, (*JUDGED_BY, CALIBRATED))
+    for name in ("cross_entropy", CALIBRATED):
+        assert best[name] == min(alphas, key=lambda alpha: rows[alpha][name])
+    assert best["top1"] == max(alphas, key=lambda alpha: rows[alpha]["top1"])  # of equals the first, alpha 0
 
 
 def test_a_row_of_an_alpha_is_the_network_with_this_alpha():

@@ -328,10 +328,10 @@ def test_two_processes_are_one_with_ghost_batches(tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"epochs": 0}, "epochs is 0; it has to be 1 or more"),
-        ({"batch_size": 10, "accumulate": 3}, "accumulate is 3; it has to be a divisor of batch_size"),
+        ({"epochs": 0}, "epochs is 0; it must be 1 or more"),
+        ({"batch_size": 10, "accumulate": 3}, "accumulate is 3; it must be a divisor of batch_size"),
         ({"learning_rate": -1.0}, "learning_rate is -1.0"),
-        ({"schedule": "cosin"}, "schedule is 'cosin'; it has to be one of cosine, step, constant"),
+        ({"schedule": "cosin"}, "schedule is 'cosin'; it must be one of cosine, step, constant"),
         ({"gamma_target": 2}, "gamma_target is 2"),
         ({"alpha_objective": "f1"}, "alpha_objective is 'f1'"),
         ({"label_smoothing": 1.0}, "label_smoothing is 1.0"),

@@ -14,8 +14,8 @@ from betternorm.weighing.evidence import Gain
 
 # Every cause that a finding can have, in the order in which findings are listed: state, batches, then by cost.
 STATE = ("train_mode", "partly_frozen", "rank_skew")
-BATCHES = ("sorted_batches", "leftover_batch")
-MEASURED = ("lagging_averages", "mismatched_averages", "small_batches", "shifted_data", "dead_channels")
+BATCHES = ("sorted_batches", "leftover_batch", "small_batches")
+MEASURED = ("lagging_averages", "mismatched_averages", "shifted_data", "dead_channels")
 NOTES = ("overconfident",)
 CAUSES = (*STATE, *BATCHES, *MEASURED, *NOTES)
 
@@ -29,9 +29,9 @@ class Finding:
         why: what was observed, in a sentence.
         layers: the names of the norm layers concerned.
         cost: by "top1" and "loss" (the cross-entropy after temperature scaling), the metric now, without the fault, and
-            a 95 % interval for the difference. Empty where the cost cannot be measured without training again.
+            a 99 % interval for the difference. Empty where the cost cannot be measured without training again.
         fix: the line to run. Its names are the arguments of `diagnose`.
-        gain: with ``try_fixes``, what that line gained on a copy, on examples that it did not use. Empty otherwise.
+        gain: with ``try_fixes``, what that line gained on a copy, on examples that it did not use, and 95 % intervals.
     """
 
     cause: str
@@ -73,7 +73,7 @@ class Diagnosis:
 
     def __str__(self) -> str:
         rows = [[name, f"{row['top1']:.1%}", f"{row['loss']:.3f}"] for name, row in self.measured.items()]
-        parts = [table([f"{self.examples} examples", "top-1", "loss after temperature scaling"], rows)]
+        parts = [table([f"{self.examples} examples", "top-1", "loss (scaled)"], rows)]
         if self.findings:
             tried = any(finding.gain for finding in self.findings)
             parts.append(
@@ -94,11 +94,16 @@ class Diagnosis:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, strings, lists, and dicts, as `save` writes them."""
-        return {**asdict(self), "is_healthy": self.is_healthy}
+        findings = [asdict(f) | {"cost": _numbers(f.cost), "gain": _numbers(f.gain)} for f in self.findings]
+        return asdict(self) | {"findings": findings, "is_healthy": self.is_healthy}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write as JSON."""
         Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+
+
+def _numbers(gains: dict[str, Gain]) -> dict[str, dict[str, Any]]:
+    return {name: asdict(gain) | {"difference": gain.difference} for name, gain in gains.items()}
 
 
 def _cells(change: dict[str, Gain]) -> list[str]:

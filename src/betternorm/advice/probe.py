@@ -15,7 +15,16 @@ from betternorm.conversion.convert import convert
 from betternorm.display.progress import Bar
 from betternorm.layers import GroupedBatchNorm
 from betternorm.third_party import is_frozen
-from betternorm.weighing.batches import Forward, device_of, example_keys, iterate, output_and_target, output_of, select
+from betternorm.weighing.batches import (
+    Forward,
+    device_of,
+    example_keys,
+    iterate,
+    number_of_examples,
+    output_and_target,
+    output_of,
+    select,
+)
 from betternorm.weighing.calibration import calibrate
 from betternorm.weighing.evidence import Gain, gain_between
 from betternorm.weighing.metrics import CALIBRATED, METRICS
@@ -32,18 +41,20 @@ Averages = dict[str, tuple[Tensor, Tensor]]  # by layer, mean and variance
 class Examples:
     """The first examples of a loader, kept in memory: every pass sees the same ones, in batches of any size."""
 
-    def __init__(self, loader: Iterable[Any], max_examples: int) -> None:
+    def __init__(self, loader: Iterable[Any], max_examples: int, name: str = "loader") -> None:
         batches, self.sizes, size = [], [], 0
         for batch in iterate(loader, max_examples, torch.device("cpu")):
             batches.append(batch)
-            self.sizes.append(len(example_keys(batch)))
+            self.sizes.append(number_of_examples(batch))
             size += sum(tensor.nbytes for tensor in _tensors(batch))
             if size > MOST_BYTES:
                 break
         if not batches:
-            raise ValueError("the loader gave no batches: nothing to diagnose")
+            raise ValueError(f"{name} gave no batches")
         self.count = sum(self.sizes)
         self.all = _joined(batches)
+        if number_of_examples(self.all) != self.count:
+            raise TypeError(f"{name} has batches that cannot be joined: stack images into tensors of one shape")
         self.keys = example_keys(self.all)
         total = _length(loader)
         self.complete = size <= MOST_BYTES and (self.count < max_examples if total is None else self.count >= total)
@@ -67,7 +78,7 @@ class Examples:
         return select(self.all, chosen)
 
     def sorted_by_class(self) -> bool:
-        """Whether batches of the loader have far fewer classes than batches drawn at random would have."""
+        """Whether examples come in the order of their classes, or batches have far fewer classes than random ones."""
         try:
             labels = output_and_target(nn.Identity(), self.all)[1]
         except TypeError:
@@ -76,7 +87,9 @@ class Examples:
             return False
         share = torch.unique(labels, return_counts=True)[1].double() / len(labels)
         expected = sum(float((1 - (1 - share) ** size).sum()) for size in self.sizes)
-        return sum(len(torch.unique(part)) for part in labels.split(self.sizes)) < 0.6 * expected
+        classes = sum(len(torch.unique(part)) for part in labels.split(self.sizes))
+        changes = float((labels[1:] != labels[:-1]).double().mean())
+        return classes < 0.6 * expected or changes < 0.5 * float(1 - share.square().sum())
 
 
 class Probe:
@@ -158,12 +171,17 @@ class Probe:
         self.write(self.averages)
         return scores
 
-    def gain(self, before: Scores, after: Scores) -> dict[str, Gain]:
-        """What each metric gains, with a 95 % interval. The loss is that at the temperature that fits best."""
+    def gain(self, before: Scores, after: Scores, confidence: float = 0.95) -> dict[str, Gain]:
+        """What each metric gains, with an interval. The loss is that at the temperature that fits best."""
         counts = torch.ones(self.examples.count, dtype=torch.float64)
         return {
             name: gain_between(
-                metric, _numbers(name, before[name]), _numbers(name, after[name]), counts, self.examples.keys
+                metric,
+                _numbers(name, before[name]),
+                _numbers(name, after[name]),
+                counts,
+                self.examples.keys,
+                confidence=confidence,
             )
             for name, metric in JUDGED.items()
         }

@@ -16,7 +16,8 @@ from betternorm.third_party import is_frozen
 SKEW = 0.1  # mean distance between ranks, in standard deviations, beyond what the last update explains
 LAG = 0.1  # of the training steps: averages that reach back further lag behind the weights
 
-_ALL = "model.modules() if isinstance(layer, torch.nn.modules.batchnorm._BatchNorm)"
+_ALL = "for layer in model.modules() if isinstance(layer, torch.nn.modules.batchnorm._BatchNorm)"
+FREEZE = f"[layer.eval() {_ALL}]  # after model.train(): freezes the statistics of all"
 
 
 def mode_findings(model: nn.Module, layers: Mapping[str, nn.Module], batch_size: int) -> list[Finding]:
@@ -29,8 +30,7 @@ def mode_findings(model: nn.Module, layers: Mapping[str, nn.Module], batch_size:
     if model.training and len({_is_updating(layer) for layer in layers.values()}) == 2:
         fixed = tuple(name for name in layers if name not in updating)
         why = f"statistics are frozen in {len(fixed)} of {len(layers)} norm layers and updated in the others"
-        fix = f"[layer.eval() for layer in {_ALL}]  # freezes the statistics of all"
-        findings.append(Finding("partly_frozen", why, fixed, fix))
+        findings.append(Finding("partly_frozen", why, fixed, FREEZE))
     elif updating:
         why = f"{_of(updating, layers)} in train mode: outputs depend on the other examples of the batch"
         findings.append(Finding("train_mode", f"{why} (here {batch_size})", updating, "model.eval()"))
@@ -46,13 +46,13 @@ def mode_findings(model: nn.Module, layers: Mapping[str, nn.Module], batch_size:
             why = "gamma and beta are frozen (requires_grad=False), but statistics are updated in train mode"
         else:
             return findings  # frozen in every layer: what was meant
-        fix = f"[layer.requires_grad_(True) for layer in {_ALL}]  # trains gamma and beta of all"
+        fix = f"[layer.requires_grad_(True) {_ALL}]  # trains gamma and beta of all"
         findings.append(Finding("partly_frozen", why, frozen, fix))
     return findings
 
 
 def uneven_updates(layers: Mapping[str, nn.Module], calls: Mapping[str, float]) -> tuple[str, ...]:
-    """Layers whose averages were updated less often than others, for as often as they run in a forward pass."""
+    """Layers whose averages were updated less often than others, in proportion to their calls in a forward pass."""
     steps = {name: updates(layer) for name, layer in layers.items()}
     per_call = {name: count / calls[name] for name, count in steps.items() if count is not None and calls.get(name)}
     most = max(per_call.values(), default=0)

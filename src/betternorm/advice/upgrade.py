@@ -82,7 +82,7 @@ def upgrade(
         chosen = num_groups or (_common_groups(layers) if has_batch_norm else None)
         options |= {"num_groups": chosen} if chosen else {}
     before = {name: type(layer).__name__ for name, layer in layers.items()}
-    model = convert(model, to, **options)
+    model = convert(model, to, **options)  # type: ignore[call-overload]
     after = norm_layers(model)
     momentum, changed = window_momentum(batch_size), 0
     for layer in after.values():

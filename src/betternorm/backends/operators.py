@@ -53,15 +53,30 @@ def normalise(
 
     ``averages``: running_mean, running_var, momentum and num_batches_tracked, which may be None; or nothing.
     """
-    if torch.compiler.is_compiling():
-        # Straight to the operator: torch.compile makes every gradient that it hands to a Function contiguous, which for
-        # channels_last is a copy there and a copy back. The steps of the moving averages are joined by the compiler.
-        y, _, _, mean, var = _forward(x, weight, bias, groups, channels_per_group, eps)
-        if averages:
-            plain.track(mean, var, *averages)
-        return y, mean, var
-    y, mean, var = _Normalise.apply(x, weight, bias, (groups, channels_per_group, eps), averages)  # type: ignore[no-untyped-call]
+    in_place = averages if averages and _default_types(averages) else ()
+    y, mean, var = _Normalise.apply(x, weight, bias, (groups, channels_per_group, eps), in_place)  # type: ignore[no-untyped-call]
+    if averages and not in_place:
+        plain.track(mean, var, *averages)
     return y, mean, var
+
+
+def normalise_in_graph(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, channels_per_group: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`normalise` as one operator of a compiled graph.
+
+    torch.compile makes every gradient that it hands to an autograd function contiguous, which for channels_last is a
+    copy there and a copy back.
+    """
+    y, _, _, mean, var = _forward(x, weight, bias, groups, channels_per_group, eps)
+    return y, mean, var
+
+
+def _default_types(averages: tuple[Any, ...]) -> bool:
+    """Whether the kernels can update these averages and this counter, which have the types that torch creates."""
+    running_mean, running_var, _, batches = averages
+    floats = running_mean.dtype == running_var.dtype == torch.float32
+    return floats and (batches is None or batches.dtype == torch.int64)
 
 
 def infer(
@@ -135,7 +150,7 @@ def _gradients(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, Tensor | Non
         return None, None, None
     x, weight, mean, rstd = ctx.saved_tensors
     need_dx, need_dweight, need_dbias = ctx.needs_input_grad[:3]
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    if torch.is_grad_enabled():
         return _differentiable_gradients(ctx, dy, x, weight)
     dx, dweight, dbias = _backward(dy, x, weight, mean, rstd, need_dx)
     if weight is not None and weight.dtype != dweight.dtype:
@@ -216,6 +231,14 @@ class _Infer(torch.autograd.Function):
 # ---- shapes ----
 
 
+def dense(x: Tensor) -> Tensor:
+    """x itself if it is contiguous or channels_last, of any rank, otherwise a contiguous copy.
+
+    Kernels compute on this, and outputs like x have its strides. `cpu/operators.cpp` has the same rule.
+    """
+    return x if x.is_contiguous() or x.movedim(1, -1).is_contiguous() else x.contiguous()
+
+
 def _forward_shapes(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, channels_per_group: int, eps: float
 ) -> Five:
@@ -224,7 +247,7 @@ def _forward_shapes(
     mean, rstd, batch_mean, batch_var = (
         x.new_empty(size, dtype=torch.float32) for size in (table, table, channels, channels)
     )
-    return torch.empty_like(x), mean, rstd, batch_mean, batch_var
+    return torch.empty_like(dense(x)), mean, rstd, batch_mean, batch_var
 
 
 def _forward_and_track_shapes(*inputs: Any) -> Five:
@@ -234,17 +257,17 @@ def _forward_and_track_shapes(*inputs: Any) -> Five:
 def _backward_shapes(
     dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, need_dx: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dx = torch.empty_like(x) if need_dx else x.new_empty(0, dtype=torch.float32)
+    dx = torch.empty_like(dense(x)) if need_dx else x.new_empty(0, dtype=torch.float32)
     return dx, mean.new_empty(x.shape[1]), mean.new_empty(x.shape[1])
 
 
 def _infer_shapes(x: Tensor, *unused: Any) -> Tensor:
-    return torch.empty_like(x)
+    return torch.empty_like(dense(x))
 
 
 def _infer_backward_shapes(dy: Tensor, x: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     of_alpha, of_weight, of_bias = (x.new_empty(x.shape[1], dtype=torch.float32) for _ in range(3))
-    dx = torch.empty_like(x) if others[-1] else x.new_empty(0, dtype=torch.float32)
+    dx = torch.empty_like(dense(x)) if others[-1] else x.new_empty(0, dtype=torch.float32)
     return dx, of_alpha, of_weight, of_bias
 
 
@@ -281,9 +304,22 @@ def _cuda_forward_and_track(*inputs: Any) -> Five:
 def _cuda_backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, need_dx: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
+    _check_statistics(dy, x, mean, rstd)
     groups, channels_per_group = mean.shape[0], x.shape[1] // mean.shape[1]
     dx, dweight, dbias = _triton().backward(dy, x, weight, mean, rstd, groups, channels_per_group, need_dx)
     return x.new_empty(0, dtype=torch.float32) if dx is None else dx, dweight, dbias
+
+
+def _check_statistics(dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> None:
+    """As in `cpu/operators.cpp`: a kernel would read out of bounds."""
+    if dy.shape != x.shape:
+        raise ValueError(f"dy has shape {tuple(dy.shape)} and the input {tuple(x.shape)}")
+    for name, t in (("mean", mean), ("rstd", rstd)):
+        if t.dim() != 2 or t.dtype != torch.float32 or not t.is_contiguous() or t.shape != mean.shape:
+            raise ValueError(f"{name} has to be a contiguous float32 table (groups, channel groups)")
+    groups, channel_groups = mean.shape
+    if not 1 <= groups <= x.shape[0] or channel_groups < 1 or x.shape[1] % channel_groups:
+        raise ValueError(f"mean has shape {tuple(mean.shape)}, which does not fit an input of {tuple(x.shape)}")
 
 
 def _cuda_infer(*inputs: Any) -> Tensor:

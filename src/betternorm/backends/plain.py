@@ -18,7 +18,20 @@ def normalise(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, channels_per_group: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Training: the output, and the mean and biased variance of every channel over the batch."""
-    mean, var = example_moments(x)
+    return normalise_with(*example_moments(x), x, weight, bias, groups, channels_per_group, eps)
+
+
+def normalise_with(
+    mean: Tensor,
+    var: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    groups: int,
+    channels_per_group: int,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`normalise`, given the moments of the examples."""
     group_mean, group_var = total(mean, var, lambda table: over_group(table, channels_per_group, groups))
     batch_mean, batch_var = total(mean.detach(), var.detach(), lambda table: table.mean(0, keepdim=True))
     return apply_statistics(x, group_mean, group_var, weight, bias, eps), batch_mean[0], batch_var[0]
@@ -35,9 +48,7 @@ def infer(
     eps: float,
 ) -> Tensor:
     """Inference with weight ``alpha``, one value or one per channel, on the example's own statistics."""
-    if alpha is not None and (torch.compiler.is_compiling() or torch.jit.is_tracing()):  # type: ignore[attr-defined,no-untyped-call]
-        return infer_lean(x, running_mean, running_var, weight, bias, alpha, channels_per_group, eps)
-    mean, var = _at_least_float32(running_mean)[None], _at_least_float32(running_var)[None]
+    mean, var = at_least_float32(running_mean)[None], at_least_float32(running_var)[None]
     if alpha is not None:
         alpha = alpha.to(mean.dtype)  # in float64 the weights sum to one in float64
         own_mean, own_var = example_moments(x)
@@ -49,65 +60,6 @@ def infer(
     return apply_statistics(x, mean, var, weight, bias, eps)
 
 
-def infer_lean(
-    x: Tensor,
-    running_mean: Tensor,
-    running_var: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    alpha: Tensor,
-    channels_per_group: int,
-    eps: float,
-) -> Tensor:
-    """`infer` for graphs that others run: two reductions and one multiply-add, and little beside.
-
-    With d the distance from the moving mean, the mixed variance is (1 - a) V + a E[d²] - a² E[d]². That loses at most a
-    factor of 1 / (1 - a) in precision, whatever the input: E[d²] is never less than E[d]². Only for an alpha near 1,
-    and an example whose mean lies many standard deviations from the moving one, is `infer` more exact.
-
-    With one alpha, what is computed for every value is d times the root of a. Runtimes fold the addition and the
-    multiplication into the convolution before, so that E of the square comes with its a for nothing. A vector may
-    contain zeros, by whose root nothing can be divided: there the (N, C) table of E[d²] is multiplied by a.
-    """
-    narrow = x.dtype in (torch.float16, torch.bfloat16)
-    running_mean, running_var = (_along_space(_at_least_float32(t), x) for t in (running_mean, running_var))
-    alpha = alpha.to(running_mean.dtype)
-    distance = (x.float() if narrow else x) + -running_mean
-    gamma = None if weight is None else _along_space(weight, x)
-    root = None
-    if alpha.dim() == 0 and not alpha.requires_grad:
-        # At 0 the output would be NaN. A trace has the value of alpha, and keeps what is computed from it.
-        root = (alpha if torch.jit.is_tracing() else alpha.clamp_min(2.0**-80)).sqrt()  # type: ignore[attr-defined,no-untyped-call]
-        distance = distance * root
-        gamma = 1 / root if gamma is None else gamma / root
-    else:
-        alpha = _along_space(alpha.reshape(-1), x)
-    own_mean, own_square = _mean_over_space(distance), _mean_over_space(distance * distance)
-    mean = alpha * own_mean
-    own_part = torch.relu(own_square - own_mean * mean)  # for alpha = 1, where rounding could make it negative
-    var = (1 - alpha) * running_var + eps + (own_part if root is not None else alpha * own_part)
-    if channels_per_group > 1:
-        moved = (mean if root is None else mean / root) + running_mean
-        moved, var = total(moved, var, lambda table: over_channels(table, channels_per_group))
-        mean = moved - running_mean if root is None else (moved - running_mean) * root
-    scale = torch.rsqrt(var) if gamma is None else gamma / var.sqrt()
-    shift = -mean * scale if bias is None else _along_space(bias, x) - mean * scale
-    y = distance * scale + shift
-    return y.to(x.dtype) if narrow else y
-
-
-def _mean_over_space(x: Tensor) -> Tensor:
-    """(N, C, *) to (N, C, 1, ...); in ONNX by the operator that onnxruntime runs in the layout of its convolutions."""
-    if x.dim() == 2:
-        return x
-    in_onnx = torch.onnx.is_in_onnx_export() and torch.compiler.is_compiling() and hasattr(torch.onnx, "ops")
-    if in_onnx and x.dtype == torch.float32:
-        shape = (*x.shape[:2], *(1,) * (x.dim() - 2))
-        pooled: Tensor = torch.onnx.ops.symbolic("GlobalAveragePool", (x,), dtype=x.dtype, shape=shape)
-        return pooled
-    return x.mean(tuple(range(2, x.dim())), keepdim=True)
-
-
 def update_moving_averages(
     running_mean: Tensor, running_var: Tensor, mean: Tensor, var: Tensor, momentum: float
 ) -> None:
@@ -117,8 +69,8 @@ def update_moving_averages(
     (1 - t) V + t v + t (1 - t) (m - M)², with t the momentum.
     """
     with torch.no_grad():
-        if running_mean.dtype != (wide := _at_least_float32(running_mean)).dtype:  # rounded once, at the end
-            wide_var = _at_least_float32(running_var)
+        if running_mean.dtype != (wide := at_least_float32(running_mean)).dtype:  # rounded once, at the end
+            wide_var = at_least_float32(running_var)
             update_moving_averages(wide, wide_var, mean, var, momentum)
             running_mean.copy_(wide)
             running_var.copy_(wide_var)
@@ -144,7 +96,7 @@ def track(
 
 def example_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and biased variance over space of every example and channel, (N, C), at least in float32."""
-    x = _at_least_float32(x)
+    x = at_least_float32(x)
     if x.dim() == 2:
         return x, torch.zeros_like(x)
     space = tuple(range(2, x.dim()))
@@ -177,8 +129,8 @@ def apply_statistics(
         centre = mean.detach()
         shift = (centre - mean) * scale
         mean, shift = centre, shift if bias is None else shift + bias
-    y = (x - _along_space(mean, x)) * _along_space(scale, x)
-    return (y if shift is None else y + _along_space(shift, x)).to(x.dtype)
+    y = (x - along_space(mean, x)) * along_space(scale, x)
+    return (y if shift is None else y + along_space(shift, x)).to(x.dtype)
 
 
 def over_channels(table: Tensor, channels_per_group: int) -> Tensor:
@@ -201,10 +153,10 @@ def _over_examples(table: Tensor, groups: int) -> Tensor:
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
-def _at_least_float32(t: Tensor) -> Tensor:
+def at_least_float32(t: Tensor) -> Tensor:
     return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
 
 
-def _along_space(table: Tensor, x: Tensor) -> Tensor:
+def along_space(table: Tensor, x: Tensor) -> Tensor:
     """(..., C) to (..., C, 1, ...), to be broadcast against x."""
     return table[(..., *(None,) * (x.dim() - 2))]

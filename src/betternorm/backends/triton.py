@@ -21,6 +21,8 @@ import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
 
+from betternorm.backends.operators import dense
+
 HELD = 32768  # values of x, or of x and dy together, in the registers of one program: more are spilled
 PIECE = 8192  # values of a tile where the run does not fit
 SMALL = 2048  # values below which a program takes more channels
@@ -346,7 +348,7 @@ def forward(
     The first N % groups runs have one example more than the others. ``running_mean`` and ``running_var``, where given,
     are moved toward the batch's in place, in the same launch.
     """
-    x = _dense(x)
+    x = dense(x)
     weight, bias, moving_mean, moving_var = _contiguous(weight, bias, running_mean, running_var)
     plan = _plan(x, groups, channels_per_group, held=1)
     y = torch.empty_like(x)
@@ -376,7 +378,7 @@ def backward(
     need_dx: bool = True,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """Gradients of x, weight and bias, given what :func:`forward` returned."""
-    x, (weight,) = _dense(x), _contiguous(weight)
+    x, (weight,) = dense(x), _contiguous(weight)
     dy = dy if dy.stride() == x.stride() else torch.empty_like(x, dtype=dy.dtype).copy_(dy)
     plan = _plan(x, groups, channels_per_group, held=2)
     dx = torch.empty_like(x) if need_dx else None
@@ -403,7 +405,7 @@ def infer(
     eps: float,
 ) -> Tensor:
     """y with weight ``alpha``, a tensor of one value or one per channel, on the example's own statistics."""
-    x = _dense(x)
+    x = dense(x)
     weight, bias, moving_mean, moving_var = _contiguous(weight, bias, running_mean, running_var)
     examples, channels = x.shape[:2]
     if alpha.numel() not in (1, channels):
@@ -487,11 +489,6 @@ def _workspace(x: Tensor, plan: Plan, training: bool = True) -> tuple[Tensor | N
 
 def _table(x: Tensor, *shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device=x.device)
-
-
-def _dense(x: Tensor) -> Tensor:
-    """x itself where it is contiguous or channels_last, of any rank."""
-    return x if x.is_contiguous() or x.movedim(1, -1).is_contiguous() else x.contiguous()
 
 
 def _contiguous(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:

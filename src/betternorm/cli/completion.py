@@ -1,7 +1,6 @@
 """``betternorm completion``: a script that completes commands, options and their values in bash, zsh or fish.
 
-It is written from the parser itself, so what is completed is what there is. No library and no call of Python while one
-types: the words are in the script.
+It is generated from the parsers and contains all words, so that completing does not start Python.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from betternorm.cli.main import COMMANDS, command_parser
 
 EXAMPLES = """\
 examples:
-  eval "$(betternorm completion bash)"      to stay, in ~/.bashrc
+  eval "$(betternorm completion bash)"      permanently: in ~/.bashrc
   eval "$(betternorm completion zsh)"       in ~/.zshrc, after compinit
   betternorm completion fish | source       in ~/.config/fish/config.fish
 """
@@ -22,7 +21,7 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
-    parser.add_argument("shell", choices=sorted(_WRITERS), help="which shell the script is for")
+    parser.add_argument("shell", choices=sorted(_WRITERS), help="the shell to write a script for")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -30,13 +29,13 @@ def run(arguments: argparse.Namespace) -> int:
     return OK
 
 
-# For each command the words that may follow it, and for an option with a fixed choice the values.
+# For each command the words that may follow it, and for options with choices their values.
 Options = dict[str, dict[str, list[str]]]
 
 
 def _options() -> Options:
-    """What every command takes. A command whose libraries are not installed is completed by its name alone."""
-    found: Options = {}
+    """The options of every command. Only the name is completed if the libraries of a command are not installed."""
+    options: Options = {}
     for name in COMMANDS:
         taken: dict[str, list[str]] = {"--help": []}
         with contextlib.suppress(ImportError):
@@ -46,8 +45,8 @@ def _options() -> Options:
                     taken |= {choice: [] for choice in choices}
                 elif action.help != argparse.SUPPRESS:
                     taken |= {word: choices for word in action.option_strings if word.startswith("--")}
-        found[name] = taken
-    return found
+        options[name] = taken
+    return options
 
 
 def _bash(options: Options) -> str:
@@ -91,8 +90,8 @@ def _fish(options: Options) -> str:
         inside = f"-n '__fish_seen_subcommand_from {name}'"
         for word, choices in taken.items():
             if word.startswith("--"):
-                given = f" -x -a '{' '.join(choices)}'" if choices else ""
-                lines.append(f"complete -c betternorm {inside} -l {word[2:]}{given}")
+                values = f" -x -a '{' '.join(choices)}'" if choices else ""
+                lines.append(f"complete -c betternorm {inside} -l {word[2:]}{values}")
             else:
                 lines.append(f"complete -c betternorm -f {inside} -a {word}")
     return "\n".join(lines) + "\n"

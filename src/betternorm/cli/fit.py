@@ -11,15 +11,15 @@ from typing import Any
 from torch import nn
 
 from betternorm.cli import FINDING, OK
+from betternorm.cli.data import CHECKED, Data, build_model, check_predictions, find_device, first_line, parse_floats
+from betternorm.cli.files import check_outputs, write_all
 from betternorm.cli.parser import CommandParser
-from betternorm.cli.tune import _checked_on_a_batch, _device, _first_line, _floats, check_outputs, write_all
 from betternorm.display.progress import clock
 from betternorm.display.terminal import show
 from betternorm.errors import UncertainGainWarning, UserError
-from betternorm.integrations.checkpoints import load_checkpoint, save_checkpoint
+from betternorm.integrations.checkpoints import save_checkpoint
 from betternorm.integrations.images import read_unlabeled
 from betternorm.integrations.loading import ImageLoader
-from betternorm.integrations.models import load_model
 from betternorm.integrations.preprocessing import Preprocessing, preprocessing
 from betternorm.weighing.fit import PER, STEPS, fit_alpha
 from betternorm.weighing.shifts import KINDS
@@ -80,14 +80,15 @@ def run(arguments: argparse.Namespace) -> int:
     out: Path = arguments.out or checkpoint.with_name(f"{checkpoint.stem}-fitted{checkpoint.suffix}")
     outputs = [out, out.with_suffix(".json"), out.with_suffix(".png")]
     check_outputs(outputs, arguments.force or arguments.dry_run)
-    device = _device(arguments.device)
-    keywords = {} if arguments.num_classes is None else {"num_classes": arguments.num_classes}
-    model = load_checkpoint(load_model(arguments.model, **keywords), checkpoint, arguments.ema).to(device).eval()
-    mean, std = (_floats(name, getattr(arguments, name)) for name in ("mean", "std"))
+    device = find_device(arguments.device)
+    model = build_model(arguments, device)
+    mean, std = (parse_floats(name, getattr(arguments, name)) for name in ("mean", "std"))
     how = preprocessing(arguments.model, model, mean, std, arguments.size)
     images = read_unlabeled(arguments.images, how).limited(arguments.max_examples)
     loader = ImageLoader(images, batch_size=arguments.batch_size, num_workers=arguments.workers)
-    seconds = _checked_on_a_batch(model, loader, device)
+    sample = ImageLoader(images.limited(CHECKED), batch_size=arguments.batch_size)
+    data = Data(loader, sample, len(images), str(how), (how.mean, how.std))
+    seconds = check_predictions(model, data, device, plausible=False)
     if arguments.dry_run:
         batches = 3 * (3.3 * arguments.steps) + 7 * 3 * len(images) / arguments.batch_size  # forward passes' worth
         print(
@@ -134,6 +135,6 @@ def _fitted(arguments: argparse.Namespace, model: nn.Module, loader: Any, how: P
     except (ValueError, TypeError) as error:
         if not had_begun:
             unfinished.unlink(missing_ok=True)
-        raise UserError(_first_line(error)) from error
+        raise UserError(first_line(error)) from error
     unfinished.unlink(missing_ok=True)
     return fit

@@ -1,7 +1,7 @@
-"""The command line: one parser, one function for each command, no logic of its own.
+"""The command line: one parser and one function per command.
 
-A command is a module with ``add_arguments(parser)`` and ``run(arguments) -> int``; it is imported when it is called, so
-that ``betternorm --help`` needs nothing but torch.
+A command is a module with ``add_arguments(parser)`` and ``run(arguments) -> int``. It is imported when it is called, so
+that ``betternorm --help`` needs torch only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from betternorm.errors import UserError
 
 @dataclass(frozen=True)
 class Command:
-    """Where a command lives, what it does in a line, the extra of this package that it needs, and if it resumes."""
+    """A command: its module, a one-line summary, the extra of this package it needs, and whether it can be resumed."""
 
     module: str
     summary: str
@@ -39,10 +39,11 @@ class Command:
 
 
 LIBRARY_COMMANDS: dict[str, Command] = {
-    "inspect": Command("betternorm.cli.inspect", "the norm layers of a model, and what would help each"),
+    "inspect": Command("betternorm.cli.inspect", "norm layers of a model, and recommendations"),
+    "diagnose": Command("betternorm.cli.diagnose", "what is wrong with the norm layers of a trained model"),
     "tune": Command("betternorm.cli.tune", "choose alpha for a pretrained model on labeled images", resumes=True),
     "fit": Command("betternorm.cli.fit", "make a model robust with a few hundred unlabeled images", resumes=True),
-    "completion": Command("betternorm.cli.completion", "completion of commands and options in your shell"),
+    "completion": Command("betternorm.cli.completion", "shell completion for commands and options"),
 }
 LAB = "betternorm-lab"
 # Commands of betternorm-lab, so that their names are recognized where the lab is not installed.
@@ -87,15 +88,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:
-        resumes = (
-            "; the same command goes on where this one stopped"
-            if called in COMMANDS and COMMANDS[called].resumes
-            else ""
-        )
+        resumes = "; run the same command again to continue" if called in COMMANDS and COMMANDS[called].resumes else ""
         print(f"{'terminated' if signals else 'interrupted'}{resumes}", file=sys.stderr)
         return TERMINATED if signals else INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains on its way out
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # avoids an error at exit
         return PIPE_CLOSED
     except Exception as error:
         if debug:
@@ -106,14 +103,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _orderly_termination(received: list[int]) -> Iterator[None]:
-    """SIGTERM ends a command as Ctrl-C does: what it started is stopped, what it was writing is whole."""
-    if threading.current_thread() is not threading.main_thread():  # where Python allows no handler
+    """Treat SIGTERM like Ctrl-C: subprocesses are stopped, and no file is left half written."""
+    if threading.current_thread() is not threading.main_thread():  # signal handlers need the main thread
         yield
         return
 
     def end(number: int, _: object) -> None:
         received.append(number)
-        raise KeyboardInterrupt  # which every library on the way lets through
+        raise KeyboardInterrupt  # which no library catches
 
     before = signal.signal(signal.SIGTERM, end)
     try:
@@ -123,17 +120,17 @@ def _orderly_termination(received: list[int]) -> Iterator[None]:
 
 
 def build_parser(with_options: Collection[str] = ()) -> argparse.ArgumentParser:
-    """The parser, with the options of the named commands: a command's module is imported only for those."""
+    """The parser, with the options of these commands; only their modules are imported."""
     parser = argparse.ArgumentParser(
         prog="betternorm",
-        description="Four improvements to batch normalisation, on any PyTorch model.",
+        description="Four improvements to batch normalization, for any PyTorch model.",
         epilog=EPILOG.format(commands=_listed()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"betternorm {__version__}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(
-        dest="command", metavar="COMMAND", required=True, help="one of those below", parser_class=CommandParser
+        dest="command", metavar="COMMAND", required=True, help="see below", parser_class=CommandParser
     )
     for name in COMMANDS:
         command_parser(name, commands.add_parser(name), name in with_options)
@@ -141,7 +138,7 @@ def build_parser(with_options: Collection[str] = ()) -> argparse.ArgumentParser:
 
 
 def command_parser(name: str, parser: CommandParser | None = None, with_options: bool = True) -> CommandParser:
-    """The parser of one command, made or completed."""
+    """The parser of one command."""
     parser = parser or CommandParser(f"betternorm {name}")
     command = COMMANDS[name]
     parser.description = command.help

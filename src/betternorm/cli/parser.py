@@ -1,4 +1,4 @@
-"""The parser of a command: help that fits a screen, and options from a file."""
+"""The parser of a command: help that fits on a screen, and options from a file."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from betternorm.errors import UserError
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Its ``--help`` shows what most people need; ``add_argument(..., rare=True)`` leaves an option to ``--help-all``.
+    """``--help`` shows the common options, ``--help-all`` also those added with ``add_argument(..., rare=True)``.
+
     ``old={"--limit": "--max-examples"}`` accepts a former name of the option, with a warning.
 
-    ``options`` are all that were added, to the parser or to a group of it.
+    ``options`` are all that were added, to the parser or to one of its groups.
     """
 
     def __init__(self, *arguments: Any, **details: Any) -> None:
@@ -77,7 +78,7 @@ class CommandParser(argparse.ArgumentParser):
                 action.help = words
 
     def _short_usage(self) -> str:
-        """What has to be given; the list below has the rest."""
+        """The required arguments only."""
         words = []
         for action in self.options:
             if not action.option_strings:
@@ -96,11 +97,11 @@ class _HelpAll(argparse.Action):
 
 
 def with_config(words: Sequence[str], command: str) -> list[str]:
-    """The words of a command line with the options of its ``--config FILE`` before those given, which so win."""
+    """The command line with the options of ``--config FILE`` inserted before all others, which override them."""
     place = list(words).index(command) + 1
     files = [word.partition("=")[2] for word in words if word.startswith("--config=")]
     files += [file for word, file in pairwise(words) if word == "--config"]
-    # The file is named again after its options, so that a list among them ends there.
+    # --config is repeated after its options to end a list among them.
     options = [word for file in files for word in (*_options_in(Path(file)), f"--config={file}")]
     return [*words[:place], *options, *words[place:]]
 
@@ -109,7 +110,7 @@ def _options_in(path: Path) -> list[str]:
     """``{"norm": "ghost", "norm_options": {"ghost_size": 8}}`` as ``--norm=ghost --norm-option=ghost_size=8``."""
     settings = _read(path)
     if not isinstance(settings, dict):
-        raise UserError(f'--config {path} holds no settings; it has to look like {{"norm": "ghost", "epochs": 5}}')
+        raise UserError(f'--config {path} contains no settings; expected {{"norm": "ghost", "epochs": 5}}')
     words: list[str] = []
     for name, value in settings.items():
         flag = f"--{name.replace('_', '-')}"

@@ -107,8 +107,6 @@ def convert(
     r_steps: int = ...,
     d_steps: int = ...,
 ) -> M: ...
-@overload
-def convert(model: M, to: str, **options: Any) -> M: ...
 def convert(
     model: M,
     to: str,
@@ -514,7 +512,7 @@ def _become(module: nn.Module, template: GroupedBatchNorm) -> None:
         record.buffers if record else lacking,
     )
     own.update(attributes)
-    module.__class__ = type(template)  # type: ignore[assignment]
+    module.__class__ = type(template)
     assert isinstance(module, GroupedBatchNorm)
     if "running_mean" in lacking:
         like = module.weight if module.weight is not None else torch.empty(0)

@@ -1,4 +1,4 @@
-"""The effect on the output of scaling a norm layer: measured, or estimated from a few backward passes (section 3.3)."""
+"""Effect on the output of scaling a norm layer, measured or estimated from a few backward passes (section 3.3)."""
 
 from __future__ import annotations
 
@@ -15,17 +15,20 @@ from betternorm.decay.visit import Visit
 from betternorm.display.progress import track
 from betternorm.example import tensors_in
 
-# An effect above this counts as one: what rounding and a layer's eps leave of an exact cancellation is far below.
+# Effects above this count. Rounding and eps leave far less if a scaling is undone.
 ACTS = 0.01
 
-# Scaling by either factor moves a proportional output by the same relative amount, |c - 1| / (c + 1).
+# Both factors change an output that is proportional to them by the same relative amount, |c - 1| / (c + 1).
 _FACTORS = (0.5, 2.0)
 _FULL_CHANGE = 1 / 3
 
-# Random directions in the space of outputs, one backward pass for each.
+# An output is mostly a constant if its variation over the examples is a smaller part of it; below the other, rounding.
+_CONSTANT, _ROUNDING = 0.1, 1e-5
+
+# Random directions in output space, with one backward pass each.
 _PROBES = 3
 
-Scaled = dict[str | None, list[nn.Parameter]]  # by layer; None stands for all layers without a path at once
+Scaled = dict[str | None, list[nn.Parameter]]  # by layer; None is all layers without a path together
 
 
 def scaled_together(layers: Mapping[str, nn.Module], trace: Trace) -> Scaled:
@@ -62,28 +65,43 @@ def _outputs_scaled(visit: Visit, parameters: list[nn.Parameter], factor: float,
 def _relative_change(base: list[Tensor], changed: list[Tensor]) -> float:
     def one(before: Tensor, after: Tensor) -> float:
         before, after = before.double(), after.double()
+        if _is_mostly_constant(before):
+            before, after = _centered(before), _centered(after)
         size = float(before.norm() + after.norm())
         return float((after - before).norm()) / size if size else 0.0
 
     return max(one(before, after) for before, after in zip(base, changed, strict=True))
 
 
-def estimate_effects(trace: Trace, scaled: Scaled) -> dict[str | None, float]:
-    r"""All effects from a few backward passes.
+def _is_mostly_constant(output: Tensor) -> bool:
+    """Whether an output hardly depends on the example, as in a regression with a large bias.
 
-    For small changes the effect of a layer is :math:`\lVert a \rVert / \lVert y \rVert` with a the derivative of
-    the output y by the logarithm of the factor. A backward pass from v . y / ||y|| with a random normal v gives
-    gamma . d/dgamma + beta . d/dbeta = v . a / ||y|| for every layer at once, and its square has the wanted mean.
+    Its effect is then measured on what does depend on the example.
+    """
+    if output.dim() == 0 or output.shape[0] < 2:
+        return False
+    size, varying = float(output.norm()), float(_centered(output).norm())
+    return _ROUNDING * size < varying < _CONSTANT * size
+
+
+def _centered(output: Tensor) -> Tensor:
+    return output - output.mean(0)
+
+
+def estimate_effects(trace: Trace, scaled: Scaled) -> dict[str | None, float]:
+    r"""Estimate all effects from a few backward passes.
+
+    For small changes, the effect of a layer is :math:`\lVert a \rVert / \lVert y \rVert`, where a is the derivative of
+    the output y with respect to the logarithm of the factor. A backward pass from v . y / ||y|| with a random normal v
+    gives gamma . d/dgamma + beta . d/dbeta = v . a / ||y|| for all layers at once. The mean of its square is the square
+    of the effect.
     """
     parameters = list(dict.fromkeys(parameter for owned in scaled.values() for parameter in owned))
     outputs = [output for output in trace.outputs if output.requires_grad and bool(output.any())]
     squares = dict.fromkeys(scaled, 0.0)
     for probe in range(_PROBES if outputs and parameters else 0):
         generator = torch.Generator().manual_seed(probe)
-        directions = [
-            torch.randn(output.shape, generator=generator).to(output) / output.detach().double().norm().to(output)
-            for output in outputs
-        ]
+        directions = [_direction(output.detach(), generator) for output in outputs]
         gradients = torch.autograd.grad(outputs, parameters, directions, retain_graph=True, allow_unused=True)
         along = {
             parameter: float((parameter.detach().double() * gradient.double()).sum())
@@ -93,3 +111,10 @@ def estimate_effects(trace: Trace, scaled: Scaled) -> dict[str | None, float]:
         for name in squares:
             squares[name] += sum(along.get(parameter, 0.0) for parameter in scaled[name]) ** 2
     return {name: min(1.0, math.sqrt(square / _PROBES)) for name, square in squares.items()}
+
+
+def _direction(output: Tensor, generator: torch.Generator) -> Tensor:
+    direction, reference = torch.randn(output.shape, generator=generator).to(output), output.double()
+    if _is_mostly_constant(reference):
+        direction, reference = _centered(direction), _centered(reference)
+    return torch.div(direction, reference.norm().to(direction))

@@ -1,4 +1,4 @@
-"""Running a model in training mode without leaving a trace in it."""
+"""Running a model in training mode and restoring it exactly."""
 
 from __future__ import annotations
 
@@ -14,12 +14,17 @@ from betternorm import example
 from betternorm.decay.norms import gammas_and_betas
 from betternorm.third_party import RANDOM_DEPTH, imported_classes
 
-# Of a layer's eps while measuring: what eps keeps a normalisation from undoing, deep networks amplify.
+# Factor for eps while measuring. eps keeps a normalization from undoing a scaling completely, and deep models amplify
+# this.
 _EPS_LEFT = 1e-3
+
+# Layer scales are initialized with 1e-6 to 1e-4, and ReZero's with 0.
+_SMALL_SCALE = 1e-3
+_NOT_SCALES = ("bias", "beta", "token", "pos", "embed", "query")
 
 
 class Visit:
-    """A visit to a model: training mode and gradients for everything inside, and all as before at the end."""
+    """A context in which a model is in training mode with gradients for all parameters. It is restored at the end."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -60,28 +65,35 @@ class Visit:
             module.eps = eps
 
     def run(self, example_input: Any, grad: bool = False) -> Any:
-        """One forward pass; every one starts from the same buffers and the same random state."""
+        """Run one forward pass. Each starts from the same buffers and the same random state."""
         self._restore_buffers()  # before and not after: autograd refuses buffers that changed since the pass
         return example.run(self.model, example_input, grad)
 
     def fill_zeros(self, layers: Mapping[str, nn.Module]) -> None:
-        """Give a value to each gamma and each matrix that is all zero, and so hides what lies behind it."""
+        """Give a value to gammas and matrices that are all zero, and to layer scales that are close to it.
+
+        They would hide what lies behind them, and training changes them.
+        """
         gammas = {gamma for layer in layers.values() for gamma in gammas_and_betas(layer)[0]}
+        scales = _layer_scales(self.model)
         with torch.no_grad():
             for parameter, _ in self._gradients:
-                hides = parameter in gammas or parameter.dim() >= 2
-                if not hides or not parameter.is_floating_point() or parameter.any():
+                if not parameter.is_floating_point() or parameter.numel() == 0:
                     continue
-                self._filled.append((parameter, parameter.clone()))
-                if parameter in gammas:
-                    parameter.fill_(1.0)
-                else:
+                largest = float(parameter.abs().max())
+                if (largest == 0 and parameter in gammas) or (largest <= _SMALL_SCALE and parameter in scales):
+                    value = torch.ones_like(parameter)
+                elif largest == 0 and parameter.dim() >= 2:
                     generator = torch.Generator().manual_seed(len(self._filled))
                     deviation = (parameter.numel() / parameter.shape[0]) ** -0.5
-                    parameter.copy_(deviation * torch.randn(parameter.shape, generator=generator))
+                    value = deviation * torch.randn(parameter.shape, generator=generator)
+                else:
+                    continue
+                self._filled.append((parameter, parameter.clone()))
+                parameter.copy_(value)
 
     def shrink_eps(self, layers: Mapping[str, nn.Module]) -> None:
-        """Let normalisations undo what they would undo but for their eps."""
+        """Reduce eps, so that normalizations undo scalings almost completely."""
         modules: list[Any] = [module for layer in layers.values() for module in layer.modules()]
         self._eps = [(module, module.eps) for module in modules if isinstance(getattr(module, "eps", None), float)]
         for module, eps in self._eps:
@@ -95,8 +107,23 @@ class Visit:
                 buffer.copy_(value)
 
 
+def _layer_scales(model: nn.Module) -> set[nn.Parameter]:
+    """Parameters that may scale a residual branch: ConvNeXt's layer scale, ReZero's alpha, SkipInit's gain.
+
+    They have no type of their own, so these are all vectors and scalars that a module outside of torch has and whose
+    name does not say that they are something else.
+    """
+    return {
+        parameter
+        for module in model.modules()
+        if not type(module).__module__.startswith("torch.nn.modules")
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.numel() == max(parameter.shape, default=1) and not any(word in name for word in _NOT_SCALES)
+    }
+
+
 def guess_input(model: nn.Module, batch_size: int = 4) -> Tensor:
-    """A random batch that the model accepts: by timm's configuration, or by the first layer and usual image sizes."""
+    """Return a random batch that the model accepts, from timm's configuration or the first layer and common sizes."""
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}; it must be 1 or more")
     generator = torch.Generator().manual_seed(0)
@@ -110,7 +137,7 @@ def guess_input(model: nn.Module, batch_size: int = 4) -> Tensor:
                 continue
             return guess
     raise ValueError(
-        f"no example input could be guessed for {type(model).__name__}: give one, such as "
+        f"no example input could be guessed for {type(model).__name__}; pass one, for example "
         f"example_input=torch.randn({batch_size}, 3, 224, 224)"
     )
 

@@ -1,4 +1,4 @@
-"""A DataLoader whose workers pass on a user's mistake as it is, without their traceback in the message."""
+"""A DataLoader whose workers pass on errors in the data without a traceback in the message."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from betternorm.errors import UserError
 class ImageLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]
     """Batches of images and labels.
 
-    torch writes the traceback of a worker into the message of the exception. Here the dataset's `UserError` travels
-    as a value instead, and is raised where the batch is asked for.
+    torch adds the traceback of the worker to the message of an exception. Here a `UserError` of the dataset is
+    returned as a value instead, and raised where the batch is requested.
     """
 
     def __init__(self, images: Any, **options: Any) -> None:
@@ -47,5 +47,5 @@ def _collate(items: list[Any]) -> Any:
         if isinstance(item, UserError):
             return item
     if len({image.shape for image, _ in items}) > 1:
-        return UserError("the images are of different sizes: give the side the network sees with --size")
+        return UserError("the images have different sizes: pass the size that the model expects with --size")
     return default_collate(items)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ FORMS = "timm:NAME, torchvision:NAME or path/to/file.py:function"
 
 
 def load_model(spec: str, **keywords: Any) -> nn.Module:
-    """Build the model that ``spec`` names, with ``keywords`` for its constructor; nothing is downloaded.
+    """Build the model that ``spec`` names, with ``keywords`` for its constructor. Nothing is downloaded.
 
     Examples::
 
@@ -72,10 +73,14 @@ def _from_file(path: Path, function: str) -> Callable[..., nn.Module]:
     assert description is not None  # the suffix is .py
     assert description.loader is not None
     module = importlib.util.module_from_spec(description)
+    # As when the file is run: it may import its neighbors, and dataclasses find their module.
+    if str(path.parent.resolve()) not in sys.path:
+        sys.path.insert(0, str(path.parent.resolve()))
+    sys.modules.setdefault(path.stem, module)
     try:
         description.loader.exec_module(module)
     except Exception as error:
-        raise UserError(f"{path} does not run: {type(error).__name__}: {error}") from error
+        raise UserError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
     build = getattr(module, function, None)
     if not callable(build):
         public = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]

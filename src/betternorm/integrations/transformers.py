@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from torch import nn
 
+from betternorm.advice import Diagnosis, diagnose
 from betternorm.decay import param_groups
 from betternorm.integrations import torchvision as torchvision_support
+from betternorm.weighing.batches import evaluating
 from betternorm.weighing.result import AlphaSearch
 from betternorm.weighing.search import tune_alpha
 
@@ -42,10 +45,12 @@ class TuneAlpha(TrainerCallback):
 
     Args:
         eval_loader: other data instead; the Trainer makes its own loader only where it evaluates during training.
+        diagnose: also run :func:`betternorm.diagnose` on that data, before tuning, and log the findings.
         options: of :func:`betternorm.tune_alpha`.
 
     Attributes:
         found: the :class:`betternorm.AlphaSearch`, after training.
+        diagnosis: the :class:`betternorm.Diagnosis`, if ``diagnose=True``.
 
     Examples::
 
@@ -54,9 +59,10 @@ class TuneAlpha(TrainerCallback):
         trainer.save_model("tuned")  # alpha is inside
     """
 
-    def __init__(self, eval_loader: Any = None, **options: Any) -> None:
-        self.eval_loader, self.options = eval_loader, options
+    def __init__(self, eval_loader: Any = None, diagnose: bool = False, **options: Any) -> None:
+        self.eval_loader, self.diagnose, self.options = eval_loader, diagnose, options
         self.found: AlphaSearch | None = None
+        self.diagnosis: Diagnosis | None = None
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         loader = kwargs.get("eval_dataloader") if self.eval_loader is None else self.eval_loader
@@ -65,4 +71,8 @@ class TuneAlpha(TrainerCallback):
                 "TuneAlpha found no evaluation data: give TuneAlpha(eval_loader=...), or let the Trainer evaluate "
                 'during training (eval_strategy="epoch")'
             )
+        if self.diagnose:
+            with evaluating(kwargs["model"]):
+                self.diagnosis = diagnose(kwargs["model"], loader, forward=self.options.get("forward"))
+            logging.getLogger("betternorm").info("%s", self.diagnosis)
         self.found = tune_alpha(kwargs["model"], loader, **self.options)

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from betternorm import functional, third_party
-from betternorm.backends import plain, tracing
+from betternorm.backends import plain
 from betternorm.backends.distributed import ProcessGroup
+from betternorm.backends.routing import compiling, tracing
 from betternorm.layers.checks import alpha_text, check_group_size, checked_alphas, divisors_text
 
 
@@ -183,7 +184,7 @@ class GroupedBatchNorm(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
         Functions that read it to replace the layer by one that does less get an error, see
         :func:`betternorm.third_party.check_reader`.
         """
-        if not torch.compiler.is_compiling():
+        if not compiling():
             only_other_ranks = self._ranks is not None and 4 not in self._ranks
             third_party.check_reader(sys._getframe(1), type(self).__name__, self._lost_by_torch, only_other_ranks)
         try:
@@ -289,15 +290,10 @@ class GroupedBatchNorm(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
             raise TypeError(f"expected a floating-point input, got {input.dtype}; convert it with input.float()")
 
     def _check_group_has_values(self, input: Tensor) -> None:
-        if input.numel() > input.shape[0] * self.num_features:
-            return  # two values or more of each example
+        if input.numel() > input.shape[0] * self.num_features or input.numel() == 0:
+            return  # two values or more of each example, or none at all
         if self._processes() is not None:
             return  # the batch is larger than what this process sees
-        if input.numel() == 0:
-            raise ValueError(
-                f"an empty batch has no statistics to train on, got an input of shape {tuple(input.shape)}; "
-                "skip it, or call eval()"
-            )
         smallest = input.shape[0] // functional.number_of_groups(input.shape[0], self.examples_per_group)
         if smallest * self.channels_per_group * math.prod(input.shape[2:]) == 1:
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.size()}")
@@ -369,4 +365,4 @@ def runs_again_for_backward() -> bool:
     A forward pass inside a backward pass is taken for that. An autograd function of the user's own that runs other data
     through the layer in its backward pass is not counted either; the docs say so. A compiled graph cannot ask.
     """
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+    return not compiling() and torch._C._current_graph_task_id() != -1

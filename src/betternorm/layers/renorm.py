@@ -103,6 +103,8 @@ class BatchRenorm(GroupedBatchNorm):
         return 1 + (self.r_max - 1) * progress(self.r_steps), self.d_max * progress(self.d_steps)
 
     def _normalise_batch(self, input: Tensor, momentum: float | None) -> Tensor:
+        if input.numel() == 0:
+            return super()._normalise_batch(input, momentum)
         if self.track_running_stats and runs_again_for_backward():
             raise RuntimeError(
                 "BatchRenorm cannot be checkpointed: its moving averages have gone on since the forward pass, so that "

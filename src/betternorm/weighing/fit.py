@@ -47,6 +47,7 @@ def fit_alpha(
     std: float | Sequence[float] | None = None,
     targets: str = "own",
     max_clean_drop: float | None = None,
+    temperature: float = 1.0,
     steps: int = STEPS,
     batch_size: int = 100,
     folds: int = 3,
@@ -87,6 +88,8 @@ def fit_alpha(
         targets: "own" for the model's predictions, or "labels".
         max_clean_drop: the rule for the strength. None: the best mean over clean and corrupted images. A number: the
             best mean over the corruptions at a drop in clean accuracy of at most so many points.
+        temperature: what the logits of the baseline are divided by for the estimate of accuracy, for example
+            ``tune_alpha(...).temperature``. With 1, the clean drop of an overconfident model is overestimated.
         steps, batch_size: of Adam, for each fit.
         require_significant: leave alpha unchanged if the gain is not significant.
         forward: ``forward(model, images)`` returns logits (N, classes, ...), for models with other inputs or outputs.
@@ -108,6 +111,8 @@ def fit_alpha(
     for name, value, least in (("steps", steps, 1), ("batch_size", batch_size, 2), ("folds", folds, 2)):
         if value < least:
             raise ValueError(f"{name}={value} must be {least} or more")
+    if not temperature > 0:
+        raise ValueError(f"temperature={temperature} must be above 0; 1 leaves the probabilities as they are")
     if not 0 < confidence < 1:
         raise ValueError(f"confidence={confidence} must lie between 0 and 1, like 0.95")
     if max_clean_drop is not None and not max_clean_drop >= 0:
@@ -119,14 +124,15 @@ def fit_alpha(
     for shift in (shift for levels in kinds.values() for shift in levels):
         if isinstance(shift, Corruption):
             shift.check_normalized(x)
+    _check_size(model, x)
     baseline = alpha_as_trained(layers)
     for layer in layers.values():
         layer.alpha = baseline
     calibrated = any(has_no_averages(layer) for layer in layers.values())
     if calibrated:
         calibrate(work, x.split(batch_size), progress=progress)
-    fit = _Fit(work, layers, per, x, labels, kinds, forward or _logits, steps, batch_size, seed)
-    fit.open(resume, per, sorted(kinds), targets, steps, batch_size, folds, seed)
+    fit = _Fit(work, layers, per, x, labels, kinds, forward or _logits, temperature, steps, batch_size, seed)
+    fit.open(resume, per, sorted(kinds), targets, temperature, steps, batch_size, folds, seed)
     parameters, values = fit.run(assign_folds(fit.keys, min(folds, max(2, len(kinds))), seed), progress)
     result = judge(values, fit.keys, fit.alphas(parameters), baseline, targets, max_clean_drop, confidence, seed)
     if not result.significant and require_significant:
@@ -176,6 +182,14 @@ def _gather(images: Any, most: int | None, device: torch.device, labeled: bool) 
     return x, torch.cat(labels).long() if labeled else None
 
 
+def _check_size(model: nn.Module, x: Tensor) -> None:
+    """Convolutional models take any size, and are useless far from the one they were trained on."""
+    declared = getattr(model, "pretrained_cfg", None)
+    size = tuple((declared or {}).get("input_size") or ()) if isinstance(declared, dict) else ()
+    if x.dim() == len(size) + 1 and not 0.5 < x.shape[-1] / size[-1] < 2:
+        raise ValueError(f"images have the shape {tuple(x.shape[1:])} and the model declares {size}; resize them")
+
+
 class _Fit:
     """The fits on the folds and on everything, and the evaluation of each fold along the strength curve."""
 
@@ -188,6 +202,7 @@ class _Fit:
         labels: Tensor | None,
         kinds: dict[str, list[Shift]],
         forward: Callable[[nn.Module, Any], Any],
+        temperature: float,
         steps: int,
         batch_size: int,
         seed: int,
@@ -204,8 +219,8 @@ class _Fit:
             "model": torch.zeros(sum(sizes), dtype=torch.long),
         }[per]
         self._entries = [part.to(x.device) for part in entries.split(sizes)]
-        self.baseline_logits = self._check()
-        self.own = self.baseline_logits.softmax(1)
+        logits = self._check()
+        self.own, self._estimate = logits.softmax(1), (logits / temperature).softmax(1)
         self._file = ResumeFile(None, str)
         # What an interrupted call continues from: finished fits, the fit under way, and values by fold.
         self.state: dict[str, Any] = {"fits": [], "descent": {}, "values": []}
@@ -335,7 +350,7 @@ class _Fit:
         if self.labels is not None:
             score = predicted == self.labels[rows]
         else:
-            score = self.own[rows].gather(1, predicted[:, None])[:, 0]
+            score = self._estimate[rows].gather(1, predicted[:, None])[:, 0]
         return score.double().flatten(1).mean(1).cpu() if score.dim() > 1 else score.double().cpu()
 
     def alphas(self, parameters: Tensor) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""``betternorm demo``: the paper's improvements at work, on data that comes along, in a minute or two."""
+"""``betternorm demo``: train small models with each technique on built-in data, in a minute or two."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ EXAMPLES = """examples:
   betternorm demo                     a table here, a page in betternorm-demo/
   betternorm demo --seeds 10 --open   narrower intervals; a browser opens
 
-Stopped, it goes on when it is started again; finished, it only shows what it
-measured."""
+An interrupted demo continues when the command is repeated; a finished one only
+prints its results."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,12 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         default="betternorm-demo",
         metavar="FOLDER",
-        help="folder of the rows and the page (betternorm-demo)",
+        help="output folder (betternorm-demo)",
     )
     parser.add_argument(
-        "--seeds", type=int, default=demo.SEEDS, metavar="N", help=f"networks of each kind ({demo.SEEDS})"
+        "--seeds", type=int, default=demo.SEEDS, metavar="N", help=f"seeds per configuration ({demo.SEEDS})"
     )
-    parser.add_argument("--processes", type=int, metavar="N", help="trainings at a time (one for each core)")
+    parser.add_argument("--processes", type=int, metavar="N", help="parallel training runs (one per core)")
     parser.add_argument("--open", action="store_true", help="open the page in the browser")
     parser.add_argument("--json", action="store_true", help="print tables and verdicts as JSON")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(found, default=asdict, indent=2, ensure_ascii=False))
     else:
         show(text(result))
-        print(f"\nThe same as charts: {written}")
+        print(f"\nWith figures: {written}")
     if arguments.open:
         webbrowser.open(written.as_uri())
     return OK
@@ -64,6 +64,6 @@ def text(result: Result) -> str:
 
 
 def _line(verdict: Verdict) -> str:
-    """A claim that was seen is in a table above; of another the numbers follow."""
+    """Replicated claims are in the tables above; the others are followed by their numbers."""
     numbers = "" if verdict.outcome is Outcome.REPLICATED else f" ({verdict.evidence})"
     return textwrap.fill(f"{verdict.outcome.value}: {verdict.claim}{numbers}", 100, subsequent_indent="    ")

@@ -1,4 +1,4 @@
-"""Where and how trials run: the options that the commands which run trials have in common."""
+"""Options for where and how trials run, shared by the commands that run trials."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from betternorm_lab.trials import Runtime
 
 RUNTIME = {
     "data_root": "folder of the datasets (BETTERNORM_DATA, or data)",
-    "download": "fetch a dataset that is missing",
+    "download": "download missing datasets",
     "accelerator": "cpu, gpu or auto",
     "devices": "GPUs or processes on this machine",
     "nodes": "machines",
-    "threads": "of torch in each process",
+    "threads": "torch threads per process",
     "workers": "processes that read large images",
-    "channels_last": "memory format, faster on some machines",
+    "channels_last": "channels_last memory format, faster on some machines",
     "compile": "with torch.compile",
-    "deterministic": "the same bits each time",
-    "tensorboard": "write curves into the trial's folder",
+    "deterministic": "use deterministic algorithms",
+    "tensorboard": "write curves to the folder of the trial",
 }
 
 
@@ -36,22 +36,20 @@ def add_arguments(group: Any, *, retry: bool) -> None:
     group.add_argument(
         "--engine", choices=engines.ENGINES, default="here", metavar="NAME", help=f"where trials run: {places} (here)"
     )
-    group.add_argument(
-        "--processes", type=int, metavar="N", help="of --engine processes (one for each core), or of ray"
-    )
-    group.add_argument("--address", metavar="HOST:PORT", rare=True, help="of a running Ray cluster")
+    group.add_argument("--processes", type=int, metavar="N", help="for --engine processes (one per core) or ray")
+    group.add_argument("--address", metavar="HOST:PORT", rare=True, help="address of a running Ray cluster")
     for item in fields(Runtime):
         if item.name in RUNTIME:
             add_field(group, item, Runtime, RUNTIME[item.name], rare=item.name not in COMMON)
     group.add_argument(
-        "--retry", action=argparse.BooleanOptionalAction, default=retry, rare=True, help="run what failed again"
+        "--retry", action=argparse.BooleanOptionalAction, default=retry, rare=True, help="run failed trials again"
     )
-    group.add_argument("--config", metavar="FILE", help="options from JSON or TOML; those given here win")
+    group.add_argument("--config", metavar="FILE", help="options from JSON or TOML; the command line takes precedence")
     group.add_argument("--quiet", action="store_true", help="no progress bar")
 
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What :func:`betternorm_lab.engines.run_trials` takes besides trials and a folder."""
+    """The options of :func:`betternorm_lab.engines.run_trials`."""
     bars = False if arguments.quiet else None
     return {
         "runtime": Runtime(**{name: getattr(arguments, name) for name in RUNTIME}, show=bars),
@@ -75,7 +73,7 @@ def add_field(group: Any, item: Any, owner: type, meaning: str, rare: bool = Fal
     members = [member for member in typing.get_args(kind) or (kind,) if member not in (types.NoneType, Ellipsis)]
     group.add_argument(
         flag,
-        type=members[0] if len(members) == 1 else parse_value,  # of str | float, a number where it is one
+        type=members[0] if len(members) == 1 else parse_value,  # for str | float: a number if it is one
         nargs="*" if several else None,
         metavar=METAVARS.get(item.name, METAVARS[members[0]]),
         default=item.default,

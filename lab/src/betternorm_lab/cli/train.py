@@ -1,4 +1,4 @@
-"""``betternorm train``: train a network with any normalisation, tune alpha, read the test set once."""
+"""``betternorm train``: train a model with any norm layer, tune alpha, and evaluate on the test set once."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ EXAMPLES = """examples:
   betternorm train --config ghost.json --seed 0 1 2      as `report --config-of`
   torchrun --nproc-per-node 2 -m betternorm.cli train --norm weighed
 
-A run that is stopped goes on when the same command is given again; one that
-is finished only shows its result."""
+An interrupted run continues when the command is repeated; a finished one only
+prints its result."""
 
-# The options in groups, each from its first field on, and those that --help shows.
+# The first field of each group of options, and the options that --help shows.
 GROUPS = {"dataset": "data and network", "batch_size": "training", "validate_every": "evaluation"}
 COMMON = ("dataset", "network", "norm", "batch_size", "epochs", "learning_rate", "weight_decay", "norm_decay")
 
@@ -51,9 +51,9 @@ def add_arguments(parser: CommandParser) -> None:
             )
         elif item.name != "seed":
             run_options.add_field(group, item, Config, item.metadata["help"], rare=item.name not in COMMON)
-    how = parser.add_argument_group("where and how")
-    how.add_argument("--seed", type=int, nargs="+", metavar="N", default=[0], help="one run for each (0)")
-    how.add_argument("--output", default="runs", metavar="FOLDER", help="folder of the store (runs)")
+    how = parser.add_argument_group("execution")
+    how.add_argument("--seed", type=int, nargs="+", metavar="N", default=[0], help="one run per seed (0)")
+    how.add_argument("--output", default="runs", metavar="FOLDER", help="output folder (runs)")
     run_options.add_arguments(how, retry=True)
     how.add_argument("--export", metavar="FILE", rare=True, help="write all rows of the store to .csv or .parquet")
     how.add_argument("--json", action="store_true", help="print the rows as JSON")
@@ -82,10 +82,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def report(rows: Sequence[Row]) -> str:
-    """What finished, in a table: each metric as trained and with the tuned alpha; mean and spread over seeds."""
+    """A table of the finished runs: mean and standard deviation over seeds, before and after tuning alpha."""
     lines = []
     for split in ("validation", "test"):
-        for suffix, words in (("", "as trained"), ("_tuned", "alpha tuned")):
+        for suffix, words in (("", "baseline"), ("_tuned", "alpha tuned")):
             names = [f"{split}_{name}{suffix}" for name in JUDGED_BY]
             if rows and all(name in row.result for row in rows for name in names):
                 lines.append([split, words, *(_figure(name, [row.result[name] for row in rows]) for name in names)])

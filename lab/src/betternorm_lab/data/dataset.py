@@ -1,4 +1,4 @@
-"""A dataset by its name, ready for training: read, split as the paper does, and held in memory where it fits."""
+"""Datasets by name, ready for training: split as in the paper, and in memory if they fit."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from betternorm_lab.data.images import in_memory
 from betternorm_lab.data.readers import read
 from betternorm_lab.data.splits import Split, shuffled
 
-MEMORY_LIMIT = 4 << 30  # bytes of images held in memory; what needs more is streamed
-STREAM_ABOVE = 96  # larger sides are photographs: decoded as they are read, with crops of random scale
+MEMORY_LIMIT = 4 << 30  # bytes; larger datasets are streamed
+STREAM_ABOVE = 96  # larger images are decoded when they are read, with crops of random scale
 
 
 @dataclass(frozen=True, eq=False)
 class Data:
-    """A dataset ready for training. ``test`` is None where nobody outside has its labels (ImageNet)."""
+    """A dataset ready for training. ``test`` is None if its labels are not public (ImageNet)."""
 
     name: str
     facts: Facts
@@ -43,7 +43,7 @@ def load(
     train_examples: int | None = None,
     download: bool = False,
 ) -> Data:
-    """Read a dataset and split it as the paper does.
+    """Read a dataset and split it as in the paper.
 
     Args:
         name: one of :data:`DATASETS`; a folder with one folder per class (or train/, val/ and test/ of such); a
@@ -60,16 +60,16 @@ def load(
 
 
 def data_folder(root: str | os.PathLike[str] | None = None) -> Path:
-    """Where the datasets are: ``root``, or what the environment says, or ``data``."""
+    """The folder of the datasets: ``root``, the environment variable, or ``data``."""
     return Path(root or os.environ.get("BETTERNORM_DATA") or "data").expanduser()
 
 
-@functools.lru_cache(maxsize=2)  # the trials of a grid share a dataset; two, because transfer reads two
+@functools.lru_cache(maxsize=2)  # trials of a grid share a dataset; transfer needs two
 def _load(
     name: str, root: Path, image_size: int | None, classes: int | None, train_examples: int | None, download: bool
 ) -> Data:
     if image_size is not None and image_size < 1:
-        raise UserError(f"image_size is {image_size}; it has to be a side in pixels, like 32")
+        raise UserError(f"image_size is {image_size}; it must be a side in pixels, such as 32")
     facts, splits = read(name, root, download)
     facts = replace(facts, size=image_size or facts.size)
     if classes is not None:
@@ -96,7 +96,7 @@ def _check(name: str, part: str, split: Split, facts: Facts) -> None:
     low, high = int(split.labels.min()), int(split.labels.max())
     if low < 0 or high >= facts.classes:
         raise UserError(
-            f"dataset {name}: {part} labels run from {low} to {high}; with {facts.classes} classes they have to be "
+            f"dataset {name}: {part} labels run from {low} to {high}; with {facts.classes} classes they must be "
             f"from 0 to {facts.classes - 1}"
         )
 
@@ -108,7 +108,7 @@ def _streams(splits: dict[str, Split], facts: Facts) -> bool:
 
 
 def _measured(facts: Facts, train: Split) -> Facts:
-    """Mean and deviation of the training images, where the dataset's are not known."""
+    """Mean and standard deviation of the training images, if those of the dataset are not known."""
     if facts.mean is not None:
         return facts
     pixels = train.pixels[: 1 << 14].double().transpose(0, 1).flatten(1) / 255

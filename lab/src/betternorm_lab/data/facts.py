@@ -1,4 +1,4 @@
-"""What is known of a dataset before it is read: classes, side, pixel statistics, where its files have to be."""
+"""Properties of the datasets: classes, image size, pixel statistics, file locations."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a dataset before it is read. ``mean`` and ``std`` are of pixels in [0, 1]."""
+    """Properties of a dataset. ``mean`` and ``std`` refer to pixels in [0, 1]."""
 
     title: str
     classes: int
     size: int
-    layout: str  # what to put where, for the message when it is missing
+    layout: str  # expected files, for the error message
     mean: tuple[float, ...] | None = IMAGENET_MEAN  # None: measured on the training split
     std: tuple[float, ...] | None = IMAGENET_STD
     channels: int = 3
     padding: int = 0  # on each side, before the random crop; 0: one eighth of the side
     flip: bool = True
     fetched: bool = True  # whether torchvision can download it
-    examples: int = 0  # outside the test set, or in all where it has none; 0: the split counts by class
-    has_validation: bool = False  # whether it comes with a validation split
+    examples: int = 0  # outside the test set; 0 if the split is by class
+    has_validation: bool = False  # whether there is an official validation split
 
 
 DATASETS: dict[str, Facts] = {

@@ -1,4 +1,4 @@
-"""Single images: read from where a split has them, made square, and brought to the side that the network sees."""
+"""Images of a split: read, cropped to squares and resized."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from betternorm_lab.data.splits import Split
 
 
 def in_memory(name: str, split: Split, facts: Facts) -> Split:
-    """The split as bytes of the wanted side, all images square."""
+    """The split as bytes, in square images of the given side."""
     if split.images is None:
         pictures = [square(picture_at(name, split, row), facts.size) for row in range(len(split))]
         return Split(split.labels, torch.stack(pictures))
@@ -23,11 +23,11 @@ def in_memory(name: str, split: Split, facts: Facts) -> Split:
 
 
 def resized(images: Tensor, size: int) -> Tensor:
-    """Bytes at another side: the mean over blocks where the side divides, bilinear with antialiasing elsewhere."""
+    """Resize bytes: block means if the sides divide, otherwise bilinear with antialiasing."""
     if images.shape[-2:] == (size, size):
         return images
     parts = []
-    for part in images.split(4096):  # as floats, all at once would be four times the dataset
+    for part in images.split(4096):  # floats need four times the memory
         if part.shape[-1] == part.shape[-2] and part.shape[-1] % size == 0:
             part = F.avg_pool2d(part.float(), part.shape[-1] // size)
         else:
@@ -47,7 +47,7 @@ def picture_at(name: str, split: Split, row: int) -> Any:
 
 
 def square(picture: Any, size: int) -> Tensor:
-    """Short side to ``size``, then the centre."""
+    """Resize the short side to ``size``, then crop the center."""
     width, height = picture.size
     scale = size / min(width, height)
     picture = picture.resize((max(size, round(width * scale)), max(size, round(height * scale))))

@@ -1,4 +1,4 @@
-"""The batches of an epoch, augmented and normalised on the device (section 4.4 for batches that are not i.i.d.).
+"""The batches of an epoch, augmented and normalized on the device (section 4.4 for batches that are not i.i.d.).
 
 Everything random about an epoch follows from a seed and the epoch's number alone, so that a training run can start
 again at any epoch, and any number of processes sees the same batches.
@@ -24,7 +24,7 @@ from betternorm_lab.data.splits import Split
 def order(
     labels: Tensor, batch_size: int, *, seed: int, epoch: int, classes_per_batch: int | None = None, parts: int = 1
 ) -> Tensor:
-    """The rows of every batch of an epoch, (steps, batch_size). What is left over at the end of a shuffle is left out.
+    """The rows of every batch of an epoch, (steps, batch_size). An incomplete last batch is dropped.
 
     ``classes_per_batch=k`` makes batches that are not i.i.d. (section 4.4): k classes drawn with replacement,
     ``batch_size / k`` examples of each, shuffled within the batch. Where gradients are accumulated over several
@@ -41,9 +41,7 @@ def order(
         return torch.randperm(len(labels), generator=generator)[: steps * batch_size].view(steps, batch_size)
     size = batch_size // parts
     if not 1 <= classes_per_batch <= size or size % classes_per_batch:
-        raise UserError(
-            f"classes_per_batch is {classes_per_batch}; it has to divide the batch size, {size}, into equal parts"
-        )
+        raise UserError(f"classes_per_batch is {classes_per_batch}; it must divide the batch size, {size}")
     members = [torch.nonzero(labels == label)[:, 0] for label in labels.unique()]
     batches = []
     for _ in range(steps * parts):
@@ -54,20 +52,20 @@ def order(
 
 
 def _draw(rows: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """So many of the rows, each once where there are enough."""
+    """A number of rows, without repetition if there are enough."""
     if len(rows) >= count:
         return rows[torch.randperm(len(rows), generator=generator)[:count]]
     return rows[torch.randint(0, len(rows), (count,), generator=generator)]
 
 
 def _generator(seed: int, epoch: int, purpose: str) -> torch.Generator:
-    """Its own stream for every seed, epoch and purpose."""
+    """A random generator for every seed, epoch and purpose."""
     words = [seed & 0xFFFFFFFF, epoch, *purpose.encode()]
     return torch.Generator().manual_seed(int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0] >> 1))
 
 
 class Loader:
-    """Batches of normalised images and their labels, on the device.
+    """Batches of normalized images and their labels, on the device.
 
     In training (``train=True``) an iteration is the epoch last given to :meth:`set_epoch`, shuffled and augmented;
     otherwise it is the split in its order, whole and as it is. With ``world_size`` processes each gets its contiguous
@@ -93,7 +91,7 @@ class Loader:
         workers: int = 2,
     ) -> None:
         if train and batch_size % world_size:
-            raise UserError(f"batch_size is {batch_size}; it has to be a multiple of the {world_size} processes")
+            raise UserError(f"batch_size is {batch_size}; it must be a multiple of the {world_size} processes")
         self.facts, self.split, self.batch_size = data.facts, split, batch_size
         self.train, self.augment = train, train if augment is None else augment
         self.classes_per_batch, self.parts = classes_per_batch, parts
@@ -107,7 +105,7 @@ class Loader:
         shift = torch.tensor(data.facts.mean, dtype=torch.float32).mul(-255).view(-1, 1, 1) * scale
         self._scale, self._shift = scale.to(self.device), shift.to(self.device)
         if train:
-            self._order()  # a batch size that cannot be is reported here, before any work
+            self._order()  # raises an error for an invalid batch size before any work
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -139,7 +137,7 @@ class Loader:
         return torch.arange(len(self.split))[self.rank :: self.world_size]
 
     def _mine(self, batch: Tensor) -> Tensor:
-        """This process's share of what belongs to a training batch (last dimension)."""
+        """The share of this process in a training batch (last dimension)."""
         return batch.chunk(self.world_size, -1)[self.rank] if self.train else batch
 
     def _from_memory(self, batches: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -150,13 +148,13 @@ class Loader:
             yield (images * self._scale).add_(self._shift), self._labels[rows]
 
     def _augmented(self, rows: Tensor, batch: int, generator: torch.Generator) -> Tensor:
-        """A window of every image, half of them mirrored; drawn for the whole batch, so that processes agree."""
+        """Random crops and flips, drawn for the whole batch so that processes agree."""
         corners = torch.randint(0, 2 * self.padding + 1, (2, batch), generator=generator)
         mirrored = torch.rand(batch, generator=generator) < (0.5 if self.facts.flip else 0.0)
         top, left = self._mine(corners).to(self.device)
         size = self.facts.size
         padded = F.pad(self._images[rows], (self.padding,) * 4)
-        windows = padded.unfold(2, size, 1).unfold(3, size, 1)  # a view of every crop: nothing is copied yet
+        windows = padded.unfold(2, size, 1).unfold(3, size, 1)  # a view of every crop, without copies
         images = windows[torch.arange(len(rows), device=self.device), :, top, left]
         return torch.where(self._mine(mirrored).to(self.device).view(-1, 1, 1, 1), images.flip(3), images)
 
@@ -167,7 +165,7 @@ class Loader:
             files,
             batch_sampler=[self._mine(batch).tolist() for batch in batches],
             num_workers=self.workers,
-            generator=generator,  # seeds the workers, so that an epoch's crops follow from seed and epoch
+            generator=generator,  # seeds the workers, so that crops depend only on seed and epoch
             pin_memory=self.device.type == "cuda",
         )
         for images, labels in loader:
@@ -176,9 +174,9 @@ class Loader:
 
 
 class _Decoded(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    """Photographs of any size as square bytes: a crop of random scale in training, the centre otherwise."""
+    """Photographs of any size as square bytes: a crop of random scale in training, a center crop otherwise."""
 
-    CENTRE = 0.875  # of the short side, as ImageNet networks are evaluated
+    CENTRE = 0.875  # of the short side, as is usual for ImageNet models
 
     def __init__(self, split: Split, facts: Facts, augment: bool) -> None:
         self.split, self.facts, self.augment = split, facts, augment
@@ -200,7 +198,7 @@ class _Decoded(torch.utils.data.Dataset):  # type: ignore[type-arg]
 
     @staticmethod
     def _random_box(width: int, height: int) -> tuple[int, int, int, int]:
-        """8 to 100 % of the area at a ratio of 3/4 to 4/3, as Inception networks are trained."""
+        """8 to 100 % of the area with aspect ratios of 3/4 to 4/3, as for Inception networks."""
         area = width * height * float(torch.empty(()).uniform_(0.08, 1.0))
         ratio = float(torch.empty(()).uniform_(np.log(3 / 4), np.log(4 / 3)).exp())
         w = min(width, max(1, round((area * ratio) ** 0.5)))

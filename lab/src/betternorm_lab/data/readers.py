@@ -1,4 +1,4 @@
-"""Where images and labels come from: torchvision's datasets, folders with one folder per class, .npz, stand-ins.
+"""Sources of images and labels: torchvision's datasets, folders with one folder per class, .npz, stand-ins.
 
 A reader returns splits by name: "train", "val" and "test", or "all" where nothing is split yet.
 """
@@ -38,7 +38,7 @@ def read(name: str, root: Path, download: bool) -> tuple[Facts, dict[str, Split]
         if Path(name).is_dir():
             return _own_folder(Path(name))
         raise UserError(
-            f"dataset is {name!r}; it has to be one of {', '.join(DATASETS)}, "
+            f"dataset is {name!r}; it must be one of {', '.join(DATASETS)}, "
             "a folder with one folder per class, or a .npz file"
         )
     facts = DATASETS[name]
@@ -54,13 +54,13 @@ def read(name: str, root: Path, download: bool) -> tuple[Facts, dict[str, Split]
             raise UserError(f"dataset {name} could not be fetched into {root.resolve()}: {said}") from problem
         fetch = ", or fetch it with --download" if facts.fetched else ""
         raise UserError(
-            f"dataset {name} ({facts.title}) is not in {root.resolve()}, or not whole: "
-            f"put {facts.layout} or {name}.npz there, or say where it is with --data-root or BETTERNORM_DATA{fetch}"
+            f"dataset {name} ({facts.title}) is missing or incomplete in {root.resolve()}: "
+            f"put {facts.layout} or {name}.npz there, or set --data-root or BETTERNORM_DATA{fetch}"
         ) from problem
 
 
 def _npz(path: Path) -> tuple[int, dict[str, Split], int]:
-    """The side, the splits and the number of classes of a file of arrays."""
+    """Image size, splits and number of classes of an .npz file."""
     splits = {}
     with open_npz(path) as file:
         for part in ("train", "val", "test", "all"):
@@ -69,7 +69,7 @@ def _npz(path: Path) -> tuple[int, dict[str, Split], int]:
             images, labels = labelled_arrays(path, file, f"{part}_")
             if images.dtype != np.uint8 or images.ndim not in (3, 4):
                 raise UserError(
-                    f"data {path}: {part}_images is {images.dtype} {images.shape}; it has to be uint8 (N, H, W, C)"
+                    f"data {path}: {part}_images is {images.dtype} {images.shape}; it must be uint8 (N, H, W, C)"
                 )
             images = images[..., None] if images.ndim == 3 else images
             splits[part] = Split(_labels(labels), torch.from_numpy(images).permute(0, 3, 1, 2).contiguous())
@@ -112,7 +112,7 @@ def _folder(folder: Path, names: Sequence[str]) -> Split:
 
 
 class _Pictures:
-    """Files, each opened when it is asked for."""
+    """Files that are opened on access."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.paths = paths
@@ -132,7 +132,7 @@ def _digits(root: Path, download: bool) -> dict[str, Split]:
     from sklearn.datasets import load_digits
 
     digits = load_digits()
-    pixels = np.rint(digits.images * (255 / 16)).astype(np.uint8)  # sixteen shades in the file
+    pixels = np.rint(digits.images * (255 / 16)).astype(np.uint8)  # 17 gray levels in the file
     return {"all": Split(_labels(digits.target), torch.from_numpy(pixels)[:, None])}
 
 
@@ -205,7 +205,7 @@ def _imagenet(root: Path, download: bool) -> dict[str, Split]:
 
 
 def _cub2011(root: Path, download: bool) -> dict[str, Split]:
-    """torchvision has no CUB-200-2011; its own index files say what belongs where."""
+    """torchvision has no CUB-200-2011; it is read from its index files."""
     folder = root / "CUB_200_2011"
 
     def column(file: str) -> list[str]:
@@ -233,7 +233,7 @@ READERS = {
 
 
 def _stand_in(facts: Facts) -> dict[str, Split]:
-    """One prototype per class under noise: learnable, and as large as the real thing only in shape."""
+    """One prototype per class with noise: learnable data in the shape of a dataset."""
     generator = torch.Generator().manual_seed(SPLIT_SEED)
     shape = (facts.channels, facts.size, facts.size)
     prototypes = torch.rand(facts.classes, facts.channels, 2, 2, generator=generator) * 160

@@ -1,4 +1,4 @@
-"""The splits of section 4.1: how many examples are for training, validation and test, and which.
+"""The splits of section 4.1 into training, validation and test examples.
 
 The sizes are here and nowhere else. Which examples go where follows from one seed that never changes.
 """
@@ -16,13 +16,13 @@ from torch import Tensor
 from betternorm.errors import UserError
 from betternorm_lab.data.facts import DATASETS
 
-SPLIT_SEED = 0  # one split of every dataset for all time: changing this makes every stored result incomparable
+SPLIT_SEED = 0  # changing this makes stored results incomparable
 
 CIFAR_SIZES = (40_000, 10_000)
 FASHION_SIZES = (50_000, 10_000)
 CALTECH256_SIZES = (40, 10, 30)  # images of every class
-CALTECH101_SIZES = (20, 5, 30)  # of every class; its smallest has 31
-OWN_SHARES = (0.6, 0.2, 0.2)  # a folder or file without splits of its own
+CALTECH101_SIZES = (20, 5, 30)  # of every class; the smallest class has 31
+OWN_SHARES = (0.6, 0.2, 0.2)  # for a folder or file without splits
 
 
 def svhn_sizes(count: int) -> tuple[int, int]:
@@ -31,12 +31,12 @@ def svhn_sizes(count: int) -> tuple[int, int]:
 
 
 def cub_sizes(count: int) -> tuple[int, int]:
-    """A quarter of the given training images for validation."""
+    """A quarter of the training images for validation."""
     return count - count // 4, count // 4
 
 
 def own_sizes(count: int) -> tuple[int, int, int]:
-    """Training, validation and test examples of a dataset that comes in one piece."""
+    """Training, validation and test examples of a dataset without official splits."""
     validation, test = (max(1, round(share * count)) for share in OWN_SHARES[1:])
     return max(0, count - validation - test), validation, test
 
@@ -57,7 +57,7 @@ SIZES_PER_CLASS: dict[str, Callable[[], tuple[int, ...]]] = {
 
 
 def training_images(name: str) -> int:
-    """How many training images a dataset has after it is split, known before it is read."""
+    """The number of training images after the split, without reading the dataset."""
     facts = DATASETS[name]
     if name in SIZES_PER_CLASS:
         return facts.classes * SIZES_PER_CLASS[name]()[0]
@@ -73,14 +73,14 @@ class Split:
     labels: Tensor
     images: Tensor | None = None
     source: Any = None  # source[i] is a pair of a PIL image and anything
-    rows: Tensor | None = None  # which items of the source these are
+    rows: Tensor | None = None  # indices into the source
 
     def __len__(self) -> int:
         return len(self.labels)
 
     @property
     def pixels(self) -> Tensor:
-        """The images of a split that is in memory."""
+        """The images of a split in memory."""
         if self.images is None:
             raise TypeError("the images of this split are not in memory")
         return self.images
@@ -93,19 +93,19 @@ class Split:
 
 
 def shuffled(count: int, seed: int = SPLIT_SEED) -> np.ndarray:
-    """A permutation that is the same on every machine: NumPy promises RandomState's stream for ever."""
+    """A permutation that is the same on every machine: NumPy guarantees the stream of RandomState."""
     return np.random.RandomState(seed).permutation(count)
 
 
 def split_by_size(count: int, *sizes: int, seed: int = SPLIT_SEED) -> list[np.ndarray]:
-    """Disjoint random rows, sorted: so many for each part."""
+    """Disjoint random rows, sorted, of the given sizes."""
     order = shuffled(count, seed)
     ends = np.cumsum(sizes)
     return [np.sort(order[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
 
 
 def split_by_class(labels: np.ndarray, *sizes: int, seed: int = SPLIT_SEED) -> list[np.ndarray]:
-    """So many random rows of every class for each part; the last part takes what there is, up to its size."""
+    """Random rows of every class, of the given sizes; the last part may be smaller."""
     parts: list[list[np.ndarray]] = [[] for _ in sizes]
     for label in np.unique(labels):
         rows = np.flatnonzero(labels == label)
@@ -122,7 +122,7 @@ def split_by_class(labels: np.ndarray, *sizes: int, seed: int = SPLIT_SEED) -> l
 
 
 def paper_split(name: str, splits: dict[str, Split]) -> dict[str, Split]:
-    """The splits of section 4.1 where the dataset does not come with them. The test set is never touched."""
+    """The splits of section 4.1 for datasets without official ones. Official test sets are unchanged."""
     if "val" in splits:
         return splits
     whole = splits["all"] if "all" in splits else splits["train"]
@@ -141,7 +141,7 @@ def paper_split(name: str, splits: dict[str, Split]) -> dict[str, Split]:
 
 
 def own_split(splits: dict[str, Split]) -> dict[str, Split]:
-    """Fill in what a user's own dataset lacks: a validation split, and a test split where it came in one piece."""
+    """Add the missing splits of a user's dataset: validation, and test if it has no splits at all."""
     if set(splits) == {"all"} or set(splits) == {"train"}:
         (whole,) = splits.values()
         parts = split_by_size(len(whole), *own_sizes(len(whole)))

@@ -17,7 +17,6 @@ from betternorm_lab.data.splits import shuffled
 from betternorm_lab.evidence.rows import Array
 from betternorm_lab.training import Config
 from betternorm_lab.training.checkpoints import read_checkpoint, write_checkpoint
-from betternorm_lab.training.evaluation import TEMPERATURES
 from betternorm_lab.training.session import Session
 from betternorm_lab.trials import Runtime
 
@@ -36,6 +35,7 @@ BASE = Config(
     test=False,
 )
 EVALUATION_BATCH = 250
+TEMPERATURES = tuple(2 ** (k / 24) for k in range(-24, 49))  # candidates, from 0.5 to 4
 
 Batches = list[tuple[Tensor, Tensor]]
 

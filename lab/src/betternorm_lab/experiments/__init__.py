@@ -1,22 +1,23 @@
 """The paper's experiments, one module each, in the order of :data:`betternorm_lab.experiments.registry.NAMES`.
 
-An experiment declares, in its own module:
+A module defines an experiment by:
 
-* its docstring: what the paper claims, in numbers, and what to expect;
+* its docstring: the paper's claims with their numbers, and what to expect;
 * ``TITLE`` and ``PLACE``, its place in the paper;
-* ``arms(scale)``: its trials by label, one for each arm; every arm is repeated with other seeds. ``SEEDS`` says how
-  often, by scale, where it is not as usual;
-* ``candidates(scale)``, if hyperparameters are still to be chosen on validation data: the trials to choose among;
+* ``arms(scale)``: its trials by :class:`~betternorm_lab.experiments.arms.Arm`; each is repeated with several seeds.
+  ``SEEDS`` overrides their number, by scale;
+* ``candidates(scale)``, if hyperparameters are chosen on validation data: the trials to choose from;
 * ``conclude(runs)``: tables, figures and a verdict on each claim, from the finished rows of the arms.
 
-The modules beside them:
+The other modules:
 
-* ``scales``: what each scale is, its datasets and hyperparameters, and the usual number of seeds;
-* ``findings``: how rows become the cells of a table and the curves of a figure;
-* ``claims``: how a claim is judged;
-* ``protocol``: what was settled before the test set was read, at the medium scale;
-* ``paper``: what the paper states, and which verdict judges it;
-* ``trained_networks``: trials on a network that another trial has trained;
-* ``registry`` lists the experiments, ``runner`` runs them, ``plan`` says what that would take, and ``saved_rows`` reads
-  rows back from the pages of results.
+* ``scales``: datasets, hyperparameters and number of seeds of each scale;
+* ``arms``: what tells the arms of an experiment apart;
+* ``findings``: from rows to the cells of a table and the curves of a figure;
+* ``claims``: the verdict on a claim;
+* ``protocol``: what was fixed before the test set was evaluated, at medium scale;
+* ``paper`` and ``against_paper``: the statements of the paper, and our verdicts on them;
+* ``trained_networks``: trials on a model that another trial has trained;
+* ``registry`` lists the experiments, ``runner`` runs them, ``plan`` estimates their cost, and ``saved_rows`` reads and
+  writes the committed tables of trials.
 """

@@ -206,7 +206,19 @@ def conclude(runs: FinishedRuns) -> Findings:
         "cross-validated: chosen on four folds and evaluated on the fifth, for each metric separately. Intervals are "
         "over images, corrected for the number of alphas tried."
     )
-    return Findings([Table("Gain from alpha", headers, rows)], figures, verdicts, notes)
+    return Findings([Table("Gain from alpha", headers, rows), _temperatures(by_model)], figures, verdicts, notes)
+
+
+def _temperatures(by_model: Mapping[str, Row]) -> Table:
+    """How much of alpha's effect on the cross-entropy a temperature explains."""
+    rows = []
+    for name, row in by_model.items():
+        plain, calibrated = _gain(row, "cross_entropy"), _gain(row, CALIBRATED)
+        change, interval = _gain_cells(row, CALIBRATED)[2:]
+        numbers = (plain["before"], plain["after"], calibrated["before"], calibrated["after"])
+        rows.append([name, *(f"{number:.4f}" for number in numbers), f"{change} ({interval})"])
+    headers = ["model", "baseline", "alpha alone", "temperature alone", "both", "both, compared with temperature alone"]
+    return Table("Cross-entropy: alpha, temperature, and both", headers, rows)
 
 
 def _gain_cells(row: Row, metric: str) -> list[object]:

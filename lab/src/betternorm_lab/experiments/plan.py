@@ -1,4 +1,4 @@
-"""What an experiment would take before it is run: trials, hours, disk, and the commands for one machine and for many.
+"""The cost of an experiment before it is run: trials, hours, disk space, and commands for one machine and for many.
 
 The rule for hours: a training step is timed here, on the CPU, on a few images of the right size, and the floating-point
 work of a step is counted; both are printed. A GPU is taken to do the counted work at :data:`GPU_SPEED`.
@@ -24,15 +24,13 @@ from betternorm_lab.experiments.scales import steps
 from betternorm_lab.training import Config
 from betternorm_lab.trials import Trial
 
-GPU_SPEED = (
-    20e12  # operations in a second that a training does on one A100-class GPU at 32 bits with TF32, not its peak
-)
-IMAGES = 2  # that a step is timed on; work is in proportion to images
-SMALL_SIDE = 64  # images up to this side are timed in whole batches, in which they take a fraction of the time
-CLASSES = 100  # of the head that is timed
-CHECKPOINT = 3  # times the weights: they, the optimizer's state, and the finished network
+GPU_SPEED = 20e12  # operations per second in training on one A100-class GPU with TF32, not its peak
+IMAGES = 2  # per timed step; the cost is proportional to images
+SMALL_SIDE = 64  # smaller images are timed in whole batches, which are faster per image
+CLASSES = 100  # of the timed model
+CHECKPOINT = 3  # times the size of the weights: weights, optimizer state, final model
 
-# To fetch, and unpacked, in gigabytes.
+# Download and unpacked size, in gigabytes.
 SIZES = {
     "digits": (0, 0),
     "flowers102": (0.35, 0.4),
@@ -41,14 +39,14 @@ SIZES = {
     "svhn": (2.3, 2.4),
     "caltech256": (1.2, 1.3),
     "cub2011": (1.2, 1.3),
-    "imagenet": (6.7, 7.0),  # the validation images, which is all that is read
+    "imagenet": (6.7, 7.0),  # only the validation images are needed
 }
 VALIDATION_IMAGES = {"imagenet": 50_000}
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one trial: operations, seconds on this CPU, and bytes left behind."""
+    """The cost of one trial: operations, seconds on this CPU, and bytes on disk."""
 
     operations: float
     seconds: float
@@ -63,7 +61,7 @@ def describe(
     show: bool | None = None,
     done: Container[str] = (),
 ) -> str:
-    """The plan as text. Large networks are timed for a minute or two, with a progress bar as ``show`` says.
+    """The plan as text. Large models are timed for a minute or two, with a progress bar if ``show``.
 
     ``done`` are the keys of trials that have been run; the cost is of what is left.
     """
@@ -108,7 +106,7 @@ def describe(
 
 
 def _power(runs: Iterable[int]) -> str:
-    """The smallest effects that so many seeds can show, from the spread that the protocol assumes."""
+    """Minimum detectable effects for these numbers of seeds, from the spread assumed in the protocol."""
     between, within = protocol.SPREAD["top1"], protocol.SPREAD["top1, same network"]
     shown = [
         f"{n} seeds show {stats.detectable(between, n):.2g} points of top-1 between arms, and "
@@ -132,7 +130,7 @@ _MEASURED: dict[tuple[object, ...], Cost] = {}
 
 
 def cost(trial: Trial) -> Cost:
-    """A training: its steps. What only reads a trained network: its passes over the images, a third of a step each."""
+    """The steps of a training run; for an evaluation, its passes over the images, a third of a step each."""
     if isinstance(trial, Config):
         one = image_cost(
             trial.network,
@@ -164,14 +162,14 @@ def image_cost(
     batch_size: int = IMAGES,
     half: bool = False,
 ) -> Cost:
-    """Of one image in a step, forward and backward, measured once for each network, size, batch size and precision.
+    """The cost of one image in a step, forward and backward, measured once per model, size, batch size and precision.
 
     The head is taken to have :data:`CLASSES` classes, whatever the data: it is a small part.
     """
     facts = DATASETS[dataset]
     size = image_size or facts.size
     spec = models.NETWORKS.get(network, network).partition(".py:")
-    name = network if spec[1] else spec[0].partition(".")[0]  # without timm's tag of the weights
+    name = network if spec[1] else spec[0].partition(".")[0]  # without the tag of timm's weights
     images_per_step = batch_size if size <= SMALL_SIDE else min(batch_size, IMAGES)
     known = (name, facts.channels, size, width, tuple(blocks), stem_stride, images_per_step, half)
     if known not in _MEASURED:
@@ -185,14 +183,14 @@ def image_cost(
             )
 
         shape = (images_per_step, facts.channels, size, size)
-        with torch.device("meta"):  # operations are counted without being done
+        with torch.device("meta"):  # count operations without executing them
             counter = FlopCounterMode(display=False)
             abstract = build()
             with counter:
                 _loss(abstract, torch.empty(shape)).backward()
-        model, images = build(), torch.randn(max(2, shape[0]), *shape[1:])  # a norm needs two
+        model, images = build(), torch.randn(max(2, shape[0]), *shape[1:])  # norm layers need two
         for _ in range(2):  # the first step also allocates, and is not counted
-            started = time.process_time()  # whatever else the machine is doing
+            started = time.process_time()  # independent of other load
             with torch.autocast("cpu", torch.bfloat16, enabled=half):
                 loss = _loss(model, images)
             loss.backward()

@@ -60,9 +60,9 @@ def module(name: str) -> ModuleType:
 def trials_of(name: str, scale: str, seeds: int | None = None, own: Arms | None = None) -> dict[Arm, list[Trial]]:
     """The trials of an experiment by arm, one per seed; ``own`` arms replace those of the experiment."""
     if scale not in SCALES:
-        raise UserError(f"scale is {scale!r}; it has to be one of {', '.join(SCALES)}")
+        raise UserError(f"scale is {scale!r}; it must be one of {', '.join(SCALES)}")
     if seeds is not None and seeds < 1:
-        raise UserError(f"seeds is {seeds}; it has to be 1 or more")
+        raise UserError(f"seeds is {seeds}; it must be 1 or more")
     (name,) = chosen([name], scale)
     experiment = module(name)
     if scale == protocol.SCALE and name not in protocol.FIXED:

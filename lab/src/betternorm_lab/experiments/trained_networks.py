@@ -1,4 +1,4 @@
-"""Trials on a network that another trial has trained, or that others have."""
+"""Trials that evaluate a model trained by another trial, or a pretrained model."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from betternorm_lab.trials import Progress, Runtime
 
 
 def network_file(config: Config, folder: Path, runtime: Runtime) -> Path:
-    """The trained network of another trial of the same store, whose own folder is ``folder``; trained if it must be.
+    """The trained model of another trial of the store; ``folder`` is that of this trial.
 
-    A row says that a trial is done, but its network may be gone, where rows came from a file.
+    The model is trained if its file is missing, for example because rows were restored from a table.
     """
     place = folder.parent / config.key
     with Store(folder.parent.parent).claim(config.key):
@@ -28,14 +28,14 @@ def network_file(config: Config, folder: Path, runtime: Runtime) -> Path:
 
 
 def data_file(name: str, runtime: Runtime) -> Path:
-    """A file as it is named, or in the folder of the datasets."""
+    """A file, given as a path or relative to the data folder."""
     place = data_folder(runtime.data_root) / name
     return place if place.is_file() else Path(name)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OnTrainedNetwork(Config):
-    """A trial that trains nothing: it measures the network of the training with the same fields."""
+    """A trial that trains nothing: it evaluates the model of the training run with the same fields."""
 
     kind: ClassVar[str] = "on-trained"
 
@@ -51,15 +51,15 @@ class OnTrainedNetwork(Config):
         return self.measure(network, load_data(config, runtime), progress)
 
     def measure(self, network: nn.Module, data: Data, progress: Progress) -> dict[str, Any]:
-        """What goes into the row. The network is in evaluation mode, with its tuned alpha."""
-        raise NotImplementedError(f"{type(self).__name__} has to say what it measures")
+        """The result for the row. The model is in evaluation mode, with its tuned alpha."""
+        raise NotImplementedError(f"{type(self).__name__} must implement measure")
 
 
 def held_out(data: Data) -> Loader:
-    """The test data, or the validation data where there is none."""
+    """The test data, or the validation data if there is none."""
     return Loader(data, data.validation if data.test is None else data.test, 250)
 
 
 def network_of(config: Config, folder: Path, runtime: Runtime) -> nn.Module:
-    """The network itself, in evaluation mode, with its tuned alpha."""
+    """The model in evaluation mode, with its tuned alpha."""
     return trained(config, network_file(config, folder, runtime).parent, runtime)

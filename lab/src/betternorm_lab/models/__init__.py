@@ -1,4 +1,4 @@
-"""The networks of the experiments (section 4.1), with any normalisation.
+"""The models of the experiments (section 4.1), with any norm layer.
 
 The paper's ResNet-18 for small images is in ``resnet``, the published networks for CIFAR-100 in ``cifar_resnets``; the
 others come from timm or torchvision.

@@ -1,4 +1,4 @@
-"""A network by its name, with any norm: it is built with batch norm and converted, so a norm is a word and options."""
+"""Models by name, with any norm layer: they are built with batch norm and converted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from betternorm.integrations.models import load_model
 from betternorm_lab.models.cifar_resnets import CIFAR_RESNETS, CifarResNet
 from betternorm_lab.models.resnet import PostActivationResNet, ResNet
 
-# The paper's large networks, by the names they have in timm.
+# The paper's large models, by their names in timm.
 NETWORKS = {
     "inception_v3": "timm:inception_v3",
     "resnet50": "timm:resnet50",
@@ -27,11 +27,11 @@ NETWORKS = {
     "nasnet_a_large": "timm:nasnetalarge",
 }
 
-# Our own, by whether they have shortcuts.
+# Our own, with and without shortcuts.
 RESIDUAL = {"resnet18": ResNet, "post_resnet": PostActivationResNet}
 PLAIN = {"plain18": ResNet, "post_plain": PostActivationResNet}
 
-# Words for norms that are another conversion with fixed options. "batch" is the network as it was built.
+# Names for conversions with fixed options. "batch" leaves the model as it was built.
 ALIASES: dict[str, tuple[str, dict[str, Any]]] = {
     "layer": ("group", {"num_groups": 1}),
     "instance": ("group", {"num_groups": 1 << 30}),  # more groups than channels: one channel per group
@@ -51,7 +51,7 @@ def build(
     norm_options: Mapping[str, Any] | None = None,
     weights: str | Path | None = None,
 ) -> nn.Module:
-    """A network, with its weights if there are any, and its norm layers swapped.
+    """A model with its norm layers converted, and with its weights if there are any.
 
     Args:
         network: "resnet18", "post_resnet" (post-activation), the same without shortcuts as "plain18" and "post_plain",
@@ -77,7 +77,7 @@ def build(
         model = load_model(spec, num_classes=num_classes, **channels)
     else:
         raise UserError(
-            f"network is {network!r}; it has to be {', '.join((*RESIDUAL, *PLAIN, *NETWORKS, *CIFAR_RESNETS))}, "
+            f"network is {network!r}; it must be {', '.join((*RESIDUAL, *PLAIN, *NETWORKS, *CIFAR_RESNETS))}, "
             "timm:NAME, torchvision:NAME or path/to/file.py:function"
         )
     if weights is not None:
@@ -86,7 +86,7 @@ def build(
 
 
 def apply_norm(model: nn.Module, norm: str, options: Mapping[str, Any]) -> nn.Module:
-    """Swap the norm layers, in place.
+    """Replace the norm layers, in place.
 
     ``norm`` is one of :data:`NORMS`, or ``package.module:function`` for one's own: the function gets the model and the
     options, and returns the model.
@@ -101,7 +101,7 @@ def apply_norm(model: nn.Module, norm: str, options: Mapping[str, Any]) -> nn.Mo
             raise UserError(f"norm is {norm!r}, which cannot be imported: {problem}") from problem
         return own(model, **options)
     if norm not in NORMS:
-        raise UserError(f"norm is {norm!r}; it has to be one of {', '.join(NORMS)}, or package.module:function")
+        raise UserError(f"norm is {norm!r}; it must be one of {', '.join(NORMS)}, or package.module:function")
     if norm == "batch":
         if options:
             raise UserError(f"norm_options is {dict(options)}; batch norm takes none")
@@ -109,7 +109,7 @@ def apply_norm(model: nn.Module, norm: str, options: Mapping[str, Any]) -> nn.Mo
     kind, fixed = ALIASES.get(norm, (norm, {}))
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # a network without norm layers would be a trial of something else
-            return convert(model, kind, **{**options, **fixed})
+            warnings.simplefilter("error")  # such as that of a model without norm layers
+            return convert(model, kind, **{**options, **fixed})  # type: ignore[call-overload, no-any-return]
     except (ValueError, TypeError, UserWarning) as problem:
         raise UserError(f"norm {norm!r} with {dict(options)}: {problem}") from problem

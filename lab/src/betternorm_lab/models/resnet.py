@@ -40,7 +40,7 @@ class ResNet(nn.Module):
     ) -> None:
         super().__init__()
         if width < 1 or not blocks or min(blocks) < 1:
-            raise UserError(f"width is {width} and blocks {tuple(blocks)}; both have to be 1 or more")
+            raise UserError(f"width is {width} and blocks {tuple(blocks)}; both must be 1 or more")
         self.stem = nn.Conv2d(in_channels, width, 3, stem_stride, 1, bias=False)
         stages, channels = [], width
         for stage, count in enumerate(blocks):
@@ -109,7 +109,7 @@ class PostActivationResNet(nn.Module):
     ) -> None:
         super().__init__()
         if width < 1 or not blocks or min(blocks) < 1:
-            raise UserError(f"width is {width} and blocks {tuple(blocks)}; both have to be 1 or more")
+            raise UserError(f"width is {width} and blocks {tuple(blocks)}; both must be 1 or more")
         self.stem = nn.Conv2d(in_channels, width, 3, stem_stride, 1, bias=False)
         self.norm = nn.BatchNorm2d(width)
         stages, channels = [], width

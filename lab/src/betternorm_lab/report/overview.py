@@ -16,7 +16,7 @@ from betternorm_lab.store import make_folder, write_text
 FOLDERS = {"small": "", "medium": "medium/"}  # of the pages of a scale, relative to the overview
 COMPARISON = "paper-and-ours.svg"
 STATEMENTS = "statements.md"
-EVIDENCE = "evidence/index.md"  # written by hand or by its own code; its section of primary claims is quoted
+EVIDENCE = "evidence/index.md"  # whose first table is that of the primary claims
 PRIMARY = "Primary claims"
 TERMS = (
     "*Replicated*: the 95 % interval lies in the direction of the claim. *Opposite effect*: it lies in the other "
@@ -65,8 +65,7 @@ def index(results: Sequence[Result], primary: str = "") -> str:
         f"## {PRIMARY}\n\n{primary}" if primary else "",
         "## Pages",
         f"Experiments of the paper: {'; '.join(links)}." if links else "",
-        f"Beyond the paper: {evidence}[alpha and a temperature](alpha-cifar100.md), [shifted data](shift.md), "
-        "[false positives of `tune_alpha`](false-findings.md).",
+        f"Beyond the paper: {evidence}[shifted data](shift.md), [false positives of `tune_alpha`](false-findings.md).",
         "All numbers are computed from the tables of trials in this folder. To recompute them without running trials:",
         RECOMPUTE,
     ]
@@ -107,10 +106,7 @@ def statements(results: Sequence[Result]) -> str:
 
 
 def _primary(page: Path) -> str:
-    """The section of primary claims of the evidence page, with its links made relative to the index."""
-    if not page.is_file():
-        return ""
-    section = re.search(
-        rf"^## {PRIMARY}\n+(.*?)(?=^## |\Z)", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
-    )
-    return re.sub(r"\]\((?!\w+:|#|/)", f"]({Path(EVIDENCE).parent}/", section[1].strip()) if section else ""
+    """The first table of the evidence page, with its links made relative to the index."""
+    text = page.read_text(encoding="utf-8") if page.is_file() else ""
+    table = re.search(r"^\|.*?(?=\n\n|\Z)", text, re.DOTALL | re.MULTILINE)
+    return re.sub(r"\]\((?!\w+:|#|/)", f"]({Path(EVIDENCE).parent}/", table[0].strip()) if table else ""

@@ -1,6 +1,6 @@
-"""How often tune_alpha calls a gain significant where there is none: simulated, for each objective and kind of data.
+"""False positives of `tune_alpha`: simulated data without any gain, for each objective and kind of data.
 
-    python -m benchmarks.false_findings --out docs/results
+    python -m betternorm_lab.studies.false_findings --out docs/results
 
 A stand-in network gives, for every example and alpha, an answer that is no better at any alpha than at alpha = 0 in
 truth, and differs by chance. Only gains count as findings, so 2.5 % is nominal. Writes false-findings.md.
@@ -37,13 +37,13 @@ def linear(count: int, random: torch.Generator) -> Answer:
 
 
 def smooth(count: int, random: torch.Generator) -> Answer:
-    """The effect on an example wanders with alpha."""
+    """The effect on an example is a smooth random function of alpha."""
     waves = torch.randn(6, count, generator=random)
     return lambda alpha: sum(waves[k] * math.sin((k + 1) * math.pi / 2 * alpha) / (k + 1) for k in range(6))  # type: ignore[return-value]
 
 
 def independent(count: int, random: torch.Generator) -> Answer:
-    """Every alpha is a new throw of the dice."""
+    """The effect is independent for each alpha."""
     seed = int(torch.randint(2**31, (1,), generator=random))
 
     def answer(alpha: float) -> Tensor:
@@ -77,7 +77,7 @@ def labels_of(count: int) -> Tensor:
 
 
 def logits(turns: float) -> Callable[[int, torch.Generator], Answer]:
-    """A classifier whose logits hold the label and noise that turns with alpha, of one kind at any alpha."""
+    """A classifier whose logits contain the label and noise that rotates with alpha, of one distribution."""
 
     def make(count: int, random: torch.Generator) -> Answer:
         first, second = torch.randn(2, count, CLASSES, generator=random)
@@ -108,7 +108,7 @@ CASES: list[tuple[Metric | str, str, int, Callable[[int, torch.Generator], Answe
 
 
 def run(objective: Metric | str, examples: int, make: Callable[[int, torch.Generator], Answer], seed: int) -> bool:
-    """Whether one search on data without any gain finds one."""
+    """Whether one search on data without any gain reports a significant one."""
     answer = make(examples, torch.Generator().manual_seed(seed))
     model = convert(nn.Sequential(nn.BatchNorm1d(1)), "weighed").eval()
     different = len(torch.unique(answer(0.7), dim=0))
@@ -126,7 +126,7 @@ def run(objective: Metric | str, examples: int, make: Callable[[int, torch.Gener
 
 
 def interval(hits: int, runs: int) -> tuple[float, float]:
-    """Wilson's, 95 %."""
+    """Wilson's 95 % interval."""
     z, share = 1.96, hits / runs
     middle = (share + z * z / (2 * runs)) / (1 + z * z / runs)
     half = z * math.sqrt(share * (1 - share) / runs + z * z / (4 * runs * runs)) / (1 + z * z / runs)
@@ -155,25 +155,25 @@ def page(rows: list[str], runs: int) -> str:
 
 
 PAGE = """\
-# How often a gain is found where there is none
+# False positives of `tune_alpha`
 
-`tune_alpha` on {runs} simulated data sets of each kind. In truth no alpha is better than 0 on any of them. Only gains
-count as findings, so 2.5 % is nominal; the limit is 5 %.
+{runs} simulated data sets of each kind, on none of which any alpha is better than 0. Only gains count as positive, so
+the nominal rate is 2.5 %; the limit is 5 %.
 
-    python -m benchmarks.false_findings
+    python -m betternorm_lab.studies.false_findings
 
-| objective | what varies | examples | called significant | 95 % interval of that |
+| objective | effect of alpha | examples | false positives | 95 % interval |
 | --- | --- | ---: | ---: | --- |
 {rows}
 
-What keeps the rates down:
+How the rates are controlled:
 
-- Fewer than 50 different examples are never judged.
-- Copies of an example are drawn together. They are no further evidence.
-- The interval is wide enough for the best of all alphas tried. Where alphas are independent of each other that makes it
-  wide; with a real network, whose outputs move smoothly with alpha, it is hardly wider than that of one comparison.
-- It is the wider one of two: turning signs at random is exact where few answers change, and the bootstrap of
-  Student's t follows skewed losses.
+- With fewer than 50 distinct examples no gain is significant.
+- Copies of an example are resampled together.
+- The interval is corrected for the number of alphas tried. That makes it wide if the effects of alphas are independent;
+  for a real model, whose outputs change smoothly with alpha, it is hardly wider than for a single comparison.
+- It is the wider of two intervals: random sign flips are exact if few predictions change, and the bootstrap of
+  Student's t handles skewed losses.
 """
 
 

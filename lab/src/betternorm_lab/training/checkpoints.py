@@ -1,4 +1,4 @@
-"""What a run leaves on disk to go on from, and the random state that goes with it."""
+"""Checkpoints of a training run, including the random state."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def write_checkpoint(path: Path, config: Config, state: dict[str, Any]) -> None:
     with atomic(path) as draft:
         try:
             torch.save({"key": config.key, "config": str(config), **state}, draft)
-        except RuntimeError as problem:  # what torch makes of a disk that is full
+        except RuntimeError as problem:  # raised by torch for a full disk
             raise OSError(28, str(problem).splitlines()[0]) from problem
 
 
 def read_checkpoint(path: Path, config: Config) -> dict[str, Any] | None:
-    """What :func:`write_checkpoint` wrote, or None where there is nothing yet."""
+    """The checkpoint, or None if there is none."""
     if not path.is_file():
         return None
     try:
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         key, described = state["key"], state["config"]
-    except Exception as problem:  # not one of ours; ours are never half-written
+    except Exception as problem:  # not a checkpoint of this program, which are written atomically
         raise UserError(
             f"{path} is not a checkpoint of this program; move it away or choose another folder"
         ) from problem
@@ -67,12 +67,12 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def deterministic(wanted: bool) -> Iterator[None]:
-    """Only algorithms that give the same bits each time, inside; as before, outside."""
-    settings: Any = torch.utils.deterministic  # a module of settings, which have no types
+    """Use only deterministic algorithms within the context."""
+    settings: Any = torch.utils.deterministic  # an untyped module
     before, filling = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(wanted)
-    settings.fill_uninitialized_memory = False  # finds mistakes in kernels, at a price; ours are tested
+    settings.fill_uninitialized_memory = False  # slow, and only useful for debugging kernels
     try:
         yield
     finally:

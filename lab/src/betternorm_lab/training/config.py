@@ -26,7 +26,7 @@ def _field(default: Any, meaning: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Trial):
-    """What is trained, on what, and how: the hyperparameters of a run, each with its default, in one place.
+    """The hyperparameters of a training run.
 
     Examples::
 
@@ -37,11 +37,11 @@ class Config(Trial):
     kind: ClassVar[str] = "training"
 
     dataset: str = _field("digits", "a known dataset, a folder with one folder per class, or a .npz file")
-    image_size: int | None = _field(None, "side the network sees (the dataset's own)")
-    classes: int | None = _field(None, "keep the first so many classes")
-    train_examples: int | None = _field(None, "keep so many training examples")
+    image_size: int | None = _field(None, "input size (that of the dataset)")
+    classes: int | None = _field(None, "use only the first N classes")
+    train_examples: int | None = _field(None, "use only N training examples")
     augment: bool = _field(True, "random crops and flips")
-    classes_per_batch: int | None = _field(None, "batches that are not i.i.d.: so many classes in each")
+    classes_per_batch: int | None = _field(None, "classes per batch, for batches that are not i.i.d.")
 
     network: str = _field("resnet18", "resnet18, a large one by name, timm:NAME, torchvision:NAME or file.py:function")
     width: int = _field(64, "filters of resnet18's first stage")
@@ -49,31 +49,35 @@ class Config(Trial):
     stem_stride: int = _field(1, "stride of resnet18's first convolution")
     norm: str = _field("batch", f"one of {', '.join(models.NORMS)}, or package.module:function")
     norm_options: Mapping[str, Any] | tuple[tuple[str, Any], ...] = _field((), "its options, like ghost_size=16")
-    averages_over: int | None = _field(None, "window of the moving averages in examples (each layer's own, in steps)")
-    finetune_from: str | None = _field(None, "a file of weights to begin from, or trial:KEY")
+    averages_over: int | None = _field(
+        None, "window of the moving averages in examples (default: each layer's momentum)"
+    )
+    finetune_from: str | None = _field(None, "initial weights: a file, or trial:KEY")
 
     batch_size: int = _field(128, "examples per batch, over all processes")
-    accumulate: int = _field(1, "parts that a batch is worked through in; statistics are of a part")
+    accumulate: int = _field(1, "micro-batches per step; statistics are per micro-batch")
     epochs: int = _field(30, "passes over the training data")
-    steps_per_epoch: int | None = _field(None, "end an epoch after so many steps")
-    learning_rate: float = _field(0.1, "of SGD, at its highest")
+    steps_per_epoch: int | None = _field(None, "steps per epoch (all batches)")
+    learning_rate: float = _field(0.1, "peak learning rate of SGD")
     momentum: float = _field(0.9, "of SGD")
     nesterov: bool = _field(False, "Nesterov's momentum")
     schedule: str = _field("cosine", f"of the learning rate: {', '.join(SCHEDULES)}")
-    milestones: tuple[float, ...] = _field((0.5, 0.75), "where schedule=step steps, as parts of the training")
-    step_factor: float = _field(0.1, "what it multiplies the learning rate by there")
+    milestones: tuple[float, ...] = _field(
+        (0.5, 0.75), "where schedule=step reduces the learning rate, as fractions of training"
+    )
+    step_factor: float = _field(0.1, "factor of the learning rate there")
     warmup_epochs: float = _field(0.0, "epochs of linear warmup")
     weight_decay: float = _field(5e-4, "of the weights")
-    norm_decay: str | float = _field("none", "of gamma and beta: none, all, auto (where it can act) or a number")
+    norm_decay: str | float = _field("none", "on gamma and beta: none, all, auto (where it has an effect) or a number")
     gamma_target: int = _field(0, "what gamma decays toward: 0 or 1")
     label_smoothing: float = _field(0.0, "of the training loss")
     precision: str = _field("32-true", "as Lightning Fabric names it: 32-true, bf16-mixed, 16-mixed ...")
 
-    validate_every: int = _field(1, "epochs between validations; 0 is only at the end")
-    tune_alpha: bool = _field(True, "tune inference example weighing on the validation data at the end")
+    validate_every: int = _field(1, "epochs between validations; 0: only at the end")
+    tune_alpha: bool = _field(True, "tune alpha on the validation data after training")
     alpha_objective: str = _field("cross_entropy", f"what alpha is tuned for: {', '.join(JUDGED_BY)}")
-    alpha_grid: tuple[float, ...] = _field((), "try exactly these alphas instead of searching")
-    test: bool = _field(True, "read the test data, once, at the very end")
+    alpha_grid: tuple[float, ...] = _field((), "evaluate exactly these alphas instead of searching")
+    test: bool = _field(True, "evaluate on the test data, once, at the end")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -92,7 +96,7 @@ class Config(Trial):
             ("alpha_objective", self.alpha_objective in JUDGED_BY, f"one of {', '.join(JUDGED_BY)}"),
         ):
             if not holds:
-                raise UserError(f"{name} is {getattr(self, name)!r}; it has to be {wanted}")
+                raise UserError(f"{name} is {getattr(self, name)!r}; it must be {wanted}")
 
     def run(self, folder: Path, runtime: Runtime, progress: Progress) -> dict[str, Any]:
         from betternorm_lab.training.session import train  # which needs this class
@@ -112,7 +116,7 @@ def load_data(config: Config, runtime: Runtime) -> datasets.Data:
 
 
 def build_model(config: Config, data: datasets.Data, weights: Path | None = None) -> nn.Module:
-    """The network of a configuration, initialised by its seed."""
+    """The model of a configuration, initialized by its seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         model = models.build(
@@ -132,9 +136,9 @@ def build_model(config: Config, data: datasets.Data, weights: Path | None = None
 
 
 def set_window(model: nn.Module, examples: int, batch_size: int) -> None:
-    """Let the moving averages of all layers forget at the same pace in examples, whatever the batch size.
+    """Set the window of all moving averages in examples, independently of the batch size.
 
-    After so many ``examples`` what was in the averages before weighs 1/e.
+    After that many ``examples`` the weight of the past is 1/e.
     """
     for layer in model.modules():
         if isinstance(layer, nn.modules.batchnorm._NormBase):

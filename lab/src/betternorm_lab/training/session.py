@@ -1,8 +1,8 @@
-"""Training a network and judging it (section 4): one configuration in, one row out, whatever happens on the way.
+"""Training and evaluation of a model (section 4): from a configuration to the numbers of a row.
 
-A run can be killed at any moment and started again; on a CPU it ends bit for bit where an undisturbed one ends. That
-rests on three things: an epoch's batches follow from the seed and the epoch alone, the learning rate from the step
-alone, and the rest is in a checkpoint that is replaced in one stroke after every epoch.
+A run can be killed and restarted at any time; on a CPU the result is bit-identical to that of an uninterrupted run:
+the batches of an epoch depend only on the seed and the epoch, the learning rate only on the step, and everything else
+is in a checkpoint that is replaced atomically after every epoch.
 """
 
 from __future__ import annotations
@@ -37,10 +37,19 @@ from betternorm_lab.training.checkpoints import (
     write_checkpoint,
 )
 from betternorm_lab.training.config import JUDGED_BY, Config, build_model, learning_rate, load_data
-from betternorm_lab.training.evaluation import best_alphas, evaluate, evaluate_calibrated, tune_for_row, with_alpha
+from betternorm_lab.training.evaluation import (
+    METRICS_VERSION,
+    best_alphas,
+    calibrated_rows,
+    evaluate,
+    evaluations,
+    tune_for_row,
+    with_alpha,
+)
 from betternorm_lab.trials import Progress, Runtime
 
-EVALUATION_BATCH = 250  # examples at least; no result depends on it beyond rounding
+EVALUATION_BATCH = 250  # at least; it affects results by rounding only
+NAMES = (*JUDGED_BY, CALIBRATED)
 
 
 def train(
@@ -49,15 +58,14 @@ def train(
     runtime: Runtime | None = None,
     progress: Progress = lambda part: None,
 ) -> dict[str, Any]:
-    """Train, tune alpha on validation data, read the test set once. Goes on from what is in ``folder``.
+    """Train, tune alpha on validation data, and evaluate on the test set once. Continues from the state in ``folder``.
 
-    Returns the numbers of the row: for each of validation and test ``<split>_<metric>`` as trained,
-    ``<split>_<metric>_tuned`` with the tuned alpha, and ``<split>_<metric>_own`` with the best alpha for this metric on
-    validation data, which is ``alpha_<metric>``; ``alpha`` is the best for the objective. One of the metrics is the
-    cross-entropy after a temperature, fitted on validation data at the same alpha. ``alpha_table`` has the validation
-    metrics at every alpha tried and ``test_table`` those of the test set at the alphas just named; ``train_top1`` is
-    from the last epoch of training, ``evaluated_train_top1`` from evaluation mode without augmentation; ``history`` is
-    by epoch. The network, with its alpha, is left in ``model.pt``.
+    Returns the numbers of the row. For the validation and test sets: ``<split>_<metric>`` with alpha as trained,
+    ``<split>_<metric>_tuned`` with the tuned ``alpha``, and ``<split>_<metric>_own`` with ``alpha_<metric>``, the best
+    alpha for this metric on validation data. One metric is the cross-entropy after a temperature, which is fitted on
+    validation data at the same alpha. ``alpha_table`` contains the validation metrics at every alpha, ``test_table``
+    the test metrics at the alphas above. ``train_top1`` is that of the last training epoch, ``evaluated_train_top1``
+    that of evaluation mode without augmentation; ``history`` is per epoch. The model is saved to ``model.pt``.
     """
     runtime = runtime or Runtime()
     folder = Path(folder)
@@ -99,9 +107,15 @@ class Session:
         self.fabric = launch(config.precision, runtime)
         self.device = self.fabric.device
         self.data = load_data(config, runtime)
-        self.train_loader = self._loader(
+        self.train_loader = datasets.Loader(
+            self.data,
             self.data.train,
             config.batch_size,
+            seed=config.seed,
+            device=self.device,
+            rank=self.fabric.global_rank,
+            world_size=self.fabric.world_size,
+            workers=runtime.workers,
             train=True,
             augment=config.augment,
             classes_per_batch=config.classes_per_batch,
@@ -112,7 +126,7 @@ class Session:
         shares = self.fabric.world_size * config.accumulate
         if config.batch_size % shares:
             raise UserError(
-                f"batch_size is {config.batch_size}; it has to be a multiple of {shares}, the "
+                f"batch_size is {config.batch_size}; it must be a multiple of {shares}, the "
                 f"{self.fabric.world_size} processes times accumulate={config.accumulate}"
             )
         seed_everything(config.seed + self.fabric.global_rank)
@@ -127,7 +141,7 @@ class Session:
         self._resume()
 
     def train(self, progress: Progress) -> None:
-        """All epochs that are left, with a checkpoint after each."""
+        """Run the remaining epochs, with a checkpoint after each."""
         total = self.config.epochs * self.steps_per_epoch
         show = self.runtime.show if self.fabric.is_global_zero else False
         with Bar("training", total, show, self.epoch * self.steps_per_epoch) as bar, self._curves() as curves:
@@ -137,80 +151,75 @@ class Session:
                     curves.add_scalar(name, value, self.epoch)
 
     def judge(self) -> dict[str, Any]:
-        """Validation, alpha, and then the test set, which nothing before this has read."""
+        """Evaluate on validation data, tune alpha, and then evaluate on the test set, for the first time."""
         result: dict[str, Any] = {
             "steps": self.config.epochs * self.steps_per_epoch,
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
             "train_loss": self.history[-1]["loss"],
             "train_top1": self.history[-1]["top1"],
             "history": self.history,
+            "metrics_version": METRICS_VERSION,
         }
         with self.fabric.autocast():
-            (row,) = evaluate(self.model, self._loader(self.data.train))
+            (row,) = evaluate(self.model, self._whole(self.data.train))
             result |= {f"evaluated_train_{name}": value for name, value in row.items()}
             if self.config.tune_alpha:
                 result |= self._tune()
-                named = ("alpha_as_trained", "alpha", *(f"alpha_{name}" for name in (*JUDGED_BY, CALIBRATED)))
+                named = ("alpha_as_trained", "alpha", *(f"alpha_{name}" for name in NAMES))
                 alphas = list(dict.fromkeys(result[name] for name in named))
             else:
-                (row,) = evaluate_calibrated(self.model, self._loader(self.data.validation), [None])
-                result |= {f"validation_{name}": value for name, value in row.items()}
                 alphas = [None]
+                measured = evaluations(self.model, self._whole(self.data.validation), alphas)
+                (row,) = calibrated_rows(measured, alphas)
+                result |= {f"validation_{name}": value for name, value in row.items()}
             if self.config.test and self.data.test is not None:
-                result |= self._test(self._loader(self.data.test), result, alphas)
+                result |= self._test(result, alphas)
         return result
 
     def _tune(self) -> dict[str, Any]:
-        """Alpha, and the temperature at every alpha, on validation data."""
-        config, found = self.config, {}
+        """Alpha, and the temperature at every alpha, on validation data. Every process does all of it."""
+        config, result = self.config, {}
+        validation = self._whole(self.data.validation)
         if config.alpha_grid:
             baseline = with_alpha(self.model)
             alphas = list(dict.fromkeys([baseline, *config.alpha_grid]))
-        else:  # every process does all of it, so that all agree
-            whole = datasets.Loader(
-                self.data,
-                self.data.validation,
-                self._evaluation_batch,
-                device=self.device,
-                workers=self.runtime.workers,
-            )
+        else:
             show = self.runtime.show if self.fabric.is_global_zero else False
-            search = tune_for_row(self.model, whole, objective=config.alpha_objective, progress=show)
+            search = tune_for_row(self.model, validation, objective=config.alpha_objective, progress=show)
             baseline = search.baseline
             alphas = [row["alpha"] for row in search.table]
-            found["alpha_significant"] = search.significant
-        rows = evaluate_calibrated(self.model, self._loader(self.data.validation), alphas)
-        table = sorted(({"alpha": a, **row} for a, row in zip(alphas, rows, strict=True)), key=lambda row: row["alpha"])
-        at = {row["alpha"]: row for row in table}
-        best = best_alphas(table, baseline)
+            result["alpha_significant"] = search.significant
+        measured = evaluations(self.model, validation, alphas, baseline)
+        at = dict(zip(alphas, calibrated_rows(measured, alphas), strict=True))
+        best = best_alphas(measured, NAMES)
         alpha = best[config.alpha_objective]
         set_alpha(self.model, alpha)
-        return found | {
+        return result | {
             "alpha": alpha,
             "alpha_as_trained": baseline,
-            "alpha_table": table,
+            "alpha_table": [{"alpha": one, **at[one]} for one in sorted(at)],
             **{f"alpha_{name}": one for name, one in best.items()},
             **{f"validation_{name}": at[baseline][name] for name in best},
             **{f"validation_{name}_tuned": at[alpha][name] for name in best},
             **{f"validation_{name}_own": at[one][name] for name, one in best.items()},
         }
 
-    def _test(self, batches: datasets.Loader, result: dict[str, Any], alphas: Sequence[float | None]) -> dict[str, Any]:
-        """The test set, at the alphas and with the temperatures that validation data chose."""
+    def _test(self, result: dict[str, Any], alphas: Sequence[float | None]) -> dict[str, Any]:
+        """The test metrics, at the alphas and with the temperatures that were chosen on validation data."""
+        assert self.data.test is not None
         if not self.config.tune_alpha:
             temperatures = [result["validation_temperature"]]
         else:
             at = {row["alpha"]: row["temperature"] for row in result["alpha_table"]}
             temperatures = [at[alpha] for alpha in alphas]
-        rows = evaluate_calibrated(self.model, batches, alphas, temperatures)
-        names = (*JUDGED_BY, CALIBRATED)
-        found: dict[str, Any] = {f"test_{name}": rows[0][name] for name in names}
+        measured = evaluations(self.model, self._whole(self.data.test), alphas)
+        rows = dict(zip(alphas, calibrated_rows(measured, alphas, temperatures), strict=True))
+        numbers: dict[str, Any] = {f"test_{name}": rows[alphas[0]][name] for name in NAMES}
         if self.config.tune_alpha:
-            read = dict(zip(alphas, rows, strict=True))
-            found["test_table"] = [{"alpha": alpha, **row} for alpha, row in read.items()]
-            found |= {f"test_{name}_tuned": read[result["alpha"]][name] for name in names}
-            found |= {f"test_{name}_own": read[result[f"alpha_{name}"]][name] for name in names}
-        return found
+            numbers["test_table"] = [{"alpha": alpha, **row} for alpha, row in rows.items()]
+            numbers |= {f"test_{name}_tuned": rows[result["alpha"]][name] for name in NAMES}
+            numbers |= {f"test_{name}_own": rows[result[f"alpha_{name}"]][name] for name in NAMES}
+        return numbers
 
     def _optimizer(self) -> torch.optim.Optimizer:
         config = self.config
@@ -264,7 +273,7 @@ class Session:
         line = {"loss": (totals[0] / totals[2]).item(), "top1": (totals[1] / totals[2]).item(), "learning_rate": rate}
         every = config.validate_every
         if every and (self.epoch % every == 0 or self.epoch == config.epochs):
-            (row,) = evaluate(self.model, self._loader(self.data.validation))
+            (row,) = evaluate(self.model, self._whole(self.data.validation))
             line |= {f"validation_{name}": value for name, value in row.items()}
         self.history.append(line)
         self._save()
@@ -343,22 +352,10 @@ class Session:
         torch.distributed.all_gather_object(values, value)
         return values
 
-    def _loader(self, split: datasets.Split, batch_size: int | None = None, **options: Any) -> datasets.Loader:
-        return datasets.Loader(
-            self.data,
-            split,
-            batch_size or self._evaluation_batch,
-            seed=self.config.seed,
-            device=self.device,
-            rank=self.fabric.global_rank,
-            world_size=self.fabric.world_size,
-            workers=self.runtime.workers,
-            **options,
-        )
-
-    @property
-    def _evaluation_batch(self) -> int:
-        return max(self.config.batch_size, EVALUATION_BATCH)
+    def _whole(self, split: datasets.Split) -> datasets.Loader:
+        """All of a split in every process, for evaluation: all processes get the same numbers."""
+        batch = max(self.config.batch_size, EVALUATION_BATCH)
+        return datasets.Loader(self.data, split, batch, device=self.device, workers=self.runtime.workers)
 
     def _example(self) -> Tensor:
         """A few images' worth of noise, on which to see what a layer does to the output."""

@@ -88,6 +88,17 @@ void check_same_shape(const Tensor &dy, const Tensor &x) {
     STD_TORCH_CHECK(dy.is_cpu(), "betternorm: dy is not on the CPU, and the input is");
 }
 
+// Those of `forward`: one value per group of examples and group of channels.
+void check_statistics(const Tensor &x, const Tensor &mean, const Tensor &rstd) {
+    for (const auto &[name, t] : {std::pair("mean", &mean), std::pair("rstd", &rstd)}) {
+        STD_TORCH_CHECK(t->is_cpu() && t->scalar_type() == ScalarType::Float && t->dim() == 2 && t->is_contiguous(),
+                        "betternorm: ", name, " has to be a contiguous float32 table (groups, channel groups) on the CPU");
+        STD_TORCH_CHECK(t->size(0) == mean.size(0) && t->size(1) == mean.size(1), "betternorm: mean and rstd differ in shape");
+    }
+    STD_TORCH_CHECK(x.dim() >= 2 && mean.size(1) >= 1 && x.size(1) % mean.size(1) == 0, "betternorm: mean has ", mean.size(1),
+                    " channel groups, which does not divide the channels of the input");
+}
+
 Tensor empty(std::vector<int64_t> sizes) {
     std::vector<int64_t> strides(sizes.size(), 1);
     for (size_t i = sizes.size(); i-- > 1;) strides[i - 1] = strides[i] * sizes[i];
@@ -292,6 +303,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward_and_track(
 std::tuple<Tensor, Tensor, Tensor> backward(const Tensor &given_dy, const Tensor &given_x,
                                             const std::optional<Tensor> &weight, const Tensor &mean, const Tensor &rstd,
                                             bool need_dx) {
+    check_same_shape(given_dy, given_x);
+    check_statistics(given_x, mean, rstd);
     const Tensor x = dense(given_x), dy = laid_out_as(x, given_dy);
     const int64_t C = x.size(1), G = mean.size(0), K = mean.size(1);
     const Shape s = shape_of(x, G, C / K);

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import shutil
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -11,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from betternorm.backends import plain
+from betternorm.backends import graph, plain
 from betternorm.conversion.convert import convert
-from betternorm.layers import GroupedBatchNorm
+from betternorm.layers import BatchGroupNorm, GhostBatchNorm, GroupedBatchNorm
 from betternorm.weighing.alpha import set_alpha
 
 SHAPES = [(3, 6), (3, 6, 5), (3, 6, 5, 4), (2, 6, 3, 4, 5)]
@@ -33,7 +35,7 @@ def inputs(shape: tuple[int, ...], alpha: Any, affine: bool = True, dtype: torch
 @pytest.mark.parametrize("shape", SHAPES)
 def test_lean_is_plain(shape: tuple[int, ...], affine: bool, channels_per_group: int, alpha: float) -> None:
     given = inputs(shape, alpha, affine)
-    lean = plain.infer_lean(*given, channels_per_group, 1e-5)
+    lean = graph.infer(*given, channels_per_group, 1e-5)
     torch.testing.assert_close(lean, plain.infer(*given, channels_per_group, 1e-5), rtol=1e-11, atol=1e-11)
 
 
@@ -44,7 +46,7 @@ def test_no_input_makes_lean_inexact_below_an_alpha_of_one(alpha: float, offset:
     x, mean, *rest = inputs((4, 6, 8, 8), alpha)
     given = [x + offset, mean, *rest]
     exact = plain.infer(*given, 1, 1e-5)
-    lean = plain.infer_lean(*(tensor.float() for tensor in given), 1, 1e-5)
+    lean = graph.infer(*(tensor.float() for tensor in given), 1, 1e-5)
     # The input itself is rounded to float32: an error of half a unit in its last place, after scaling.
     rounding = (given[0].float().double() - given[0]).abs().max()
     assert (lean - exact).abs().max() <= 1e-5 * exact.abs().max() + 10 * rounding
@@ -53,7 +55,7 @@ def test_no_input_makes_lean_inexact_below_an_alpha_of_one(alpha: float, offset:
 @pytest.mark.parametrize("value", [0.1, 1e4 + 0.1, -3.3e7])
 def test_lean_is_finite_where_nothing_varies(value: float) -> None:
     x = torch.full((2, 3, 7, 7), value)
-    y = plain.infer_lean(x, torch.zeros(3), torch.ones(3), None, None, torch.tensor(1.0), 1, 1e-5)
+    y = graph.infer(x, torch.zeros(3), torch.ones(3), None, None, torch.tensor(1.0), 1, 1e-5)
     assert y.isfinite().all()
 
 
@@ -61,7 +63,7 @@ def test_lean_is_finite_where_nothing_varies(value: float) -> None:
 def test_lean_takes_statistics_of_half_precision_in_float32(dtype: torch.dtype) -> None:
     x, *rest = inputs((2, 6, 40, 40), 0.3, dtype=torch.float32)
     x = (x * 100).to(dtype)  # squares that float16 cannot hold
-    lean = plain.infer_lean(x, *rest, 1, 1e-5)
+    lean = graph.infer(x, *rest, 1, 1e-5)
     assert lean.dtype == dtype
     torch.testing.assert_close(lean, plain.infer(x.float(), *rest, 1, 1e-5).to(dtype), rtol=0.01, atol=0.01)
 
@@ -113,3 +115,61 @@ def test_the_exported_layer_is_lean(tmp_path: Path, dynamo: bool) -> None:
     assert operators["Conv"] == operators["Reshape"] + 1 == 1
     work = sum(count for name, count in operators.items() if name not in ("Constant", "Identity"))
     assert work - 2 <= 16, operators  # all but the convolution and ReLU
+
+
+needs_cxx = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+
+
+def check_compiled_training(model: nn.Module, batches: list[Tensor]) -> None:
+    """Output, gradients and buffers are those of the eager model."""
+    torch._dynamo.reset()
+    eager, compiled = copy.deepcopy(model), torch.compile(model)
+    for x in batches:
+        results = []
+        for one, run in ((model, compiled), (eager, eager)):
+            one.zero_grad()
+            leaf = x.clone(memory_format=torch.preserve_format).requires_grad_()
+            y = run(leaf)
+            y.sin().sum().backward()
+            results.append([y, leaf.grad, *(p.grad for p in one.parameters()), *one.buffers()])
+        for found, wanted in zip(*results, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+    torch._dynamo.reset()
+
+
+@needs_cxx
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    "norm", [GroupedBatchNorm, lambda c: GhostBatchNorm(c, 4), lambda c: BatchGroupNorm(4, c)], ids=str
+)
+def test_training_compiles_for_several_image_sizes(norm: Any) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), norm(8), nn.ReLU())
+    shapes = [(8, 3, 16, 16), (8, 3, 20, 20), (6, 3, 24, 18)]
+    check_compiled_training(model, [torch.randn(shape) for shape in shapes])
+
+
+class Crossed(nn.Module):
+    """A layer that reads its input in an unusual order of memory, as ShuffleNet's do."""
+
+    def __init__(self, layer: nn.Module, how: str) -> None:
+        super().__init__()
+        self.layer, self.how = layer, how
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "transposed":
+            return self.layer(x.transpose(2, 3))
+        if self.how == "chunk":
+            return self.layer(x.contiguous(memory_format=torch.channels_last).chunk(2, 1)[1])
+        if self.how == "crop":
+            return self.layer(x.contiguous(memory_format=torch.channels_last)[:, :, 1:, 1:])
+        return self.layer(x[:, :, ::2])
+
+
+@needs_cxx
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("how", ["transposed", "chunk", "crop", "every other"])
+def test_training_with_channel_groups_compiles_for_any_strides(how: str) -> None:
+    model = Crossed(BatchGroupNorm(4, 8), how)
+    check_compiled_training(model, [torch.randn(4, 16 if how == "chunk" else 8, 6, 5) for _ in range(2)])
