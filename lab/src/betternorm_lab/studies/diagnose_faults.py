@@ -14,6 +14,7 @@ import argparse
 import copy
 import json
 import warnings
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -393,8 +394,11 @@ def _rank(rank: int, port: int, make: Callable[[], Bench], results: Any) -> None
 # ---- data and the whole study ----
 
 
-def cifar(folder: Path) -> dict[str, Any]:
-    """CIFAR-10 at 16x16 in parts, images of street numbers as the other kind, and low contrast as the shift."""
+def cifar(folder: Path, seed: int) -> dict[str, Any]:
+    """CIFAR-10 at 16x16 in parts, images of street numbers as the other kind, and low contrast as the shift.
+
+    The seed selects the parts of the test set.
+    """
     mean, std = (0.491, 0.482, 0.447), (0.247, 0.243, 0.262)
 
     def normalized(images: np.ndarray) -> Tensor:
@@ -404,7 +408,7 @@ def cifar(folder: Path) -> dict[str, Any]:
     def part(split: str, start: int, stop: int) -> Data:
         with np.load(folder / "cifar10.npz") as file:
             labels = file[f"{split}_labels"]
-            rows = np.random.default_rng(0).permutation(len(labels))[start:stop]
+            rows = np.random.default_rng(seed if split == "test" else 0).permutation(len(labels))[start:stop]
             return TensorDataset(normalized(file[f"{split}_images"][rows]), torch.from_numpy(labels[rows]))
 
     with np.load(folder / "svhn.npz") as file:
@@ -418,9 +422,9 @@ def cifar(folder: Path) -> dict[str, Any]:
     }
 
 
-def bench_of(name: str, folder: Path, work: Path) -> Bench:
-    """A trained network, kept in the working folder."""
-    data, saved = cifar(folder), work / f"{name}.pt"
+def bench_of(name: str, folder: Path, work: Path, case: str = "") -> Bench:
+    """A trained network, kept in the working folder. Each case has validation images of its own."""
+    data, saved = cifar(folder, zlib.crc32(f"{name} {case}".encode())), work / f"{name}.pt"
     torch.manual_seed(0)
     model = NETWORKS[name]()
     if saved.exists():
@@ -514,8 +518,8 @@ def main() -> None:
         result: dict[str, Any] = json.loads(saved.read_text())
         return result
 
-    def injected(name: str, inject: Callable[[Bench], Case]) -> dict[str, Any]:
-        make = partial(bench_of, name, arguments.data, arguments.work)
+    def injected(name: str, fault: str, inject: Callable[[Bench], Case]) -> dict[str, Any]:
+        make = partial(bench_of, name, arguments.data, arguments.work, fault)
         if inject is skewed_ranks:
             return in_two_processes(make)
         bench = make()
@@ -528,7 +532,7 @@ def main() -> None:
         return {"causes": causes, "passes": diagnosis.passes, "measured": diagnosis.measured}
 
     faults = {
-        (name, fault): kept(f"{name} {fault}", partial(injected, name, inject))
+        (name, fault): kept(f"{name} {fault}", partial(injected, name, fault, inject))
         for name in NETWORKS
         for fault, (_, inject) in FAULTS.items()
     }
