@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from betternorm_lab.models.cifar_resnets import DEPTHS, MEAN, STD, CifarResNet
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import betternorm
 from betternorm.advice import Diagnosis, Finding
@@ -37,7 +37,7 @@ from betternorm.weighing.shifts import corruptions
 
 BATCH, RATE = 64, 0.05
 STEPS, MORE = 400, 100  # of training, and of what a fault needs on top
-TRAINING, EXAMPLES, FRESH = 8000, 1500, 6000  # images
+TRAINING, EXAMPLES, FRESH = 8000, 1500, 4000  # images
 SIMULATED = 50
 CLASSES = 10
 
@@ -71,7 +71,7 @@ class Bench:
     def loaders(self) -> dict[str, DataLoader[Any]]:
         return {
             "loader": DataLoader(self.validation, 100),
-            "stats_loader": DataLoader(self.train, BATCH, shuffle=True, drop_last=True),
+            "stats_loader": DataLoader(Subset(self.train, range(EXAMPLES)), BATCH, shuffle=True, drop_last=True),
         }
 
 
@@ -206,8 +206,10 @@ def from_other_data(bench: Bench) -> Case:
 
 def trained_with_two(bench: Bench) -> Case:
     """Two examples per batch, and torch's momentum: averages over twenty images."""
-    model = train(copy.deepcopy(bench.model), bench.train, 6 * bench.more, 2, RATE / 10, constant=True)
-    return Case(model, **bench.loaders() | {"stats_loader": DataLoader(bench.train, 2, shuffle=True)})
+    model = train(copy.deepcopy(bench.model), bench.train, 4 * bench.more, 2, RATE / 10, constant=True)
+    return Case(
+        model, **bench.loaders() | {"stats_loader": DataLoader(Subset(bench.train, range(EXAMPLES)), 2, shuffle=True)}
+    )
 
 
 def partly_frozen(bench: Bench) -> Case:
@@ -582,7 +584,7 @@ Twelve faults in three networks, made as they happen in practice, and healthy ne
 | no finding for healthy networks | {fine} of {healthy} (with a finding: {exceptions}) |
 | forward passes for healthy networks | at most {most} |
 
-The networks with faults are small ones for CIFAR-10 at 16x16; the fix is evaluated on 6,000 images that `diagnose` did
+The networks with faults are small ones for CIFAR-10 at 16x16; the fix is evaluated on 4,000 images that `diagnose` did
 not see. No gain is promised for fixes that need training. The healthy ones are the same three, fifty simulated ones,
 five public ResNets for CIFAR-100 (1,000 images), and MobileNetV2 on 600 images of ImageNet.
 
