@@ -185,8 +185,8 @@ def test_regroup_keeps_the_names_and_options_of_a_group() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"batch_size": 8, "to": "ghost"}, ValueError, "give one of them"),
-        ({"ghost_size": 8}, TypeError, "ghost_size: options are those of a conversion that to=... names"),
+        ({"batch_size": 8, "to": "ghost"}, ValueError, "pass one of them"),
+        ({"ghost_size": 8}, TypeError, "ghost_size: options of a conversion need to=..."),
         ({"norm_decay": "some"}, ValueError, "norm_decay is 'some'"),
     ],
 )

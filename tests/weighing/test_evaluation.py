@@ -95,7 +95,7 @@ def test_a_limit_takes_the_first_examples(images: Tensor, labels: Tensor) -> Non
         ([], ValueError, "no batches"),
         ([torch.randn(4, 3, 8, 8)], TypeError, "pair .* forward=function"),
         ([{"image": torch.randn(4, 3, 8, 8)}], TypeError, "a dict with image"),
-        ([(torch.randn(4, 3, 8, 8), torch.tensor([0, 1, 2, 10]))], ValueError, "labels run from 0 to 10.*10 classes"),
+        ([(torch.randn(4, 3, 8, 8), torch.tensor([0, 1, 2, 10]))], ValueError, "labels run from 0 to 10.*10 outputs"),
         ([(torch.randn(4, 3, 8, 8), torch.tensor([0, -1, 2, 3]))], ValueError, "labels run from -1 to 3"),
         ([(torch.randn(4, 3, 8, 8), torch.rand(4, 10))], ValueError, "logits \\(N, classes\\) and labels"),
     ],

@@ -115,7 +115,7 @@ def test_metrics_of_torchmetrics_are_taken_as_they_are(logits: Tensor, target: T
 
 def test_a_metric_of_torchmetrics_without_direction_is_refused() -> None:
     torchmetrics = importing_torchmetrics()
-    with pytest.raises(TypeError, match="does not say whether higher is better"):
+    with pytest.raises(TypeError, match="does not declare whether higher is better"):
         named_metrics(torchmetrics.MeanMetric())
 
 

@@ -189,5 +189,5 @@ def test_invalid_shifts_are_errors(options: dict[str, Any], message: str) -> Non
 
 
 def test_a_shifted_set_with_other_classes_is_refused(images: Tensor, labels: Tensor) -> None:
-    with pytest.raises(ValueError, match="labels run from 5 to 14, and the network has 10 classes"):
+    with pytest.raises(ValueError, match="labels run from 5 to 14, and the model has 10 outputs"):
         tune_alpha(small_network(), batches(images, labels), shifts={"own": batches(images, torch.arange(61) % 10 + 5)})

@@ -104,7 +104,7 @@ def test_corruptions_that_are_not_there_say_which_are(name: str, message: str) -
 @pytest.mark.parametrize(
     ("images", "message"),
     [
-        (torch.randn(2, 3, 8, 8), r"pixels run from -.* where 0 to 1 is wanted: give the mean and std"),
+        (torch.randn(2, 3, 8, 8), r"pixels run from -.* instead of 0 to 1: pass the mean and std"),
         (torch.rand(2, 8), r"images \(N, C, H, W\) in floating point, got torch.float32 \(2, 8\)"),
         (torch.zeros(2, 3, 8, 8, dtype=torch.uint8), "got torch.uint8"),
     ],

@@ -147,7 +147,7 @@ def test_without_a_linear_layer_there_is_nothing_to_fold_into() -> None:
     model = small_network()
     model[9] = nn.Conv2d(64, 10, 1)
     model = nn.Sequential(*model[:9], nn.Unflatten(1, (64, 1, 1)), model[9], nn.Flatten())
-    with pytest.raises(ValueError, match="wants a linear layer"):
+    with pytest.raises(ValueError, match="needs a linear layer"):
         tune_alpha(model, data(model), grid=[0.1], fold_temperature=True)
 
 

@@ -1,1 +1,1 @@
-"""What people see: tables, progress bars, the terminal, and pictures."""
+"""Output: tables, progress bars, terminal colors, and graphs of layers."""

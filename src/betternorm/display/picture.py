@@ -1,4 +1,4 @@
-"""The norm layers of a network as a graph in SVG, coloured by their effect."""
+"""The norm layers of a model as an SVG graph, colored by their effect."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def draw(report: NormReport) -> str:
-    """Boxes in rows by their distance from the input, and lines between them."""
+    """Boxes in rows by their distance from the input, connected by lines."""
     order = {layer.name: position for position, layer in enumerate(_in_call_order(report))}
     forward = [(a, b) for a, b in report.edges if b == "output" or order[a] < order[b]]
     backward = [(a, b) for a, b in report.edges if (a, b) not in set(forward)]
@@ -49,7 +49,7 @@ def draw(report: NormReport) -> str:
             layer = report[name]
             effect = "no gamma" if layer.effect is None else f"effect {layer.effect:.2f}"
             lines = [name or "(the model)", f"{layer.kind} · {effect}"]
-            fill, hint = colour(layer.effect), f"{name}: {layer.why}"
+            fill, hint = color(layer.effect), f"{name}: {layer.why}"
         else:
             lines, fill, hint = [name], "#eeeeee", name
         dark = name in order and (report[name].effect or 0) > 0.6
@@ -66,7 +66,7 @@ def draw(report: NormReport) -> str:
 
 
 def _in_call_order(report: NormReport) -> list[NormLayer]:
-    """The layers that the graph shows, a layer after those that enter it where the graph has no loop."""
+    """The layers of the graph in topological order, as far as it has no cycles."""
     drawn = {name for edge in report.edges for name in edge}
     waiting = [layer for layer in report if layer.name in drawn]
     placed: list[NormLayer] = []
@@ -80,8 +80,8 @@ def _in_call_order(report: NormReport) -> list[NormLayer]:
     return placed
 
 
-def colour(effect: float | None) -> str:
-    """White for none, through orange to a dark red."""
+def color(effect: float | None) -> str:
+    """From white for no effect to dark red."""
     if effect is None:
         return "#dddddd"
     stops = [(255, 255, 255), (253, 174, 97), (165, 0, 38)]

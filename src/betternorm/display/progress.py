@@ -1,6 +1,6 @@
-"""A progress bar for long work, on standard error; a line now and then where that is not a terminal.
+"""A progress bar on standard error; a line from time to time if that is not a terminal.
 
-Without being asked it is silent where nobody is watching.
+By default it is shown on a terminal only.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Iterable, Iterator, Sized
 from typing import TypeVar
 
 T = TypeVar("T")
-EVERY = {True: 0.1, False: 5.0}  # seconds between two drawings, by whether it is a terminal
+EVERY = {True: 0.1, False: 5.0}  # seconds between two updates, on a terminal or not
 
 
 def track(iterable: Iterable[T], label: str, total: int | None = None, show: bool | None = None) -> Iterator[T]:
-    """Yield from ``iterable`` and show how far it has come and how long it will take.
+    """Yield from ``iterable`` and show the progress and the remaining time.
 
-    ``total`` is taken from ``len(iterable)`` where it has one. ``show=None`` draws only on a terminal.
+    ``total`` defaults to ``len(iterable)``. ``show=None`` shows the bar on a terminal only.
     """
     if total is None and isinstance(iterable, Sized):
         total = len(iterable)
@@ -29,9 +29,9 @@ def track(iterable: Iterable[T], label: str, total: int | None = None, show: boo
 
 
 class Bar:
-    """A bar to be moved by hand: ``with Bar("tuning", 100) as bar: ... bar.advance(10, note="loss 0.31")``.
+    """A progress bar that is advanced explicitly: ``with Bar("tuning", 100) as bar: ... bar.advance(10, "loss 0.31")``.
 
-    ``done`` is what had been done before, and says nothing about the time that the rest will take.
+    ``done`` steps were completed earlier; they do not enter the estimate of the remaining time.
     """
 
     def __init__(self, label: str, total: int | None = None, show: bool | None = None, done: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""Plain-text tables, for everything that this package prints."""
+"""Plain-text tables."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Columns as wide as their widest cell; numbers to the right, text to the left.
+    """Format rows as a table; columns of numbers are right-aligned.
 
     >>> print(table(["layer", "channels"], [["stem", 64], ["head", 1024]]))
     layer  channels
@@ -28,14 +28,14 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def shown(value: object) -> str:
-    """A value as it stands in a table: four significant digits of a float, nothing for None."""
+    """A value as text: floats with four significant digits, None as an empty cell."""
     if isinstance(value, float):
         return f"{value:.4g}"
     return "" if value is None else str(value)
 
 
 def is_number(cell: str) -> bool:
-    """Whether a cell is a number, a percentage or empty, and so belongs to the right of its column."""
+    """Whether a cell is a number, a percentage or empty, and thus right-aligned."""
     try:
         float(cell.rstrip("%") or "0")
     except ValueError:

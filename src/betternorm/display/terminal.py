@@ -1,4 +1,4 @@
-"""Colour on a terminal, plain text everywhere else."""
+"""Colors on a terminal, plain text everywhere else."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import TextIO
 _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32"}
 
 
-def colourful(stream: TextIO) -> bool:
-    """Whether colour is welcome: on a terminal, unless NO_COLOR (no-color.org) or TERM=dumb says otherwise."""
+def supports_color(stream: TextIO) -> bool:
+    """Whether to use colors: on a terminal, unless NO_COLOR (no-color.org) is set or TERM=dumb."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def paint(text: str, style: str, stream: TextIO) -> str:
-    """``text`` in a style, one of bold, dim, red and green, for a stream that shows it."""
-    return f"\x1b[{_CODES[style]}m{text}\x1b[0m" if colourful(stream) else text
+    """``text`` in a style: bold, dim, red or green, if the stream supports it."""
+    return f"\x1b[{_CODES[style]}m{text}\x1b[0m" if supports_color(stream) else text
 
 
 def show(text: object) -> None:
-    """Print, with the headings of tables in bold where there is a terminal."""
+    """Print, with the headings of tables in bold on a terminal."""
     lines = str(text).split("\n")
     for number, line in enumerate(lines):
         if line and not line.strip("─ ") and number:

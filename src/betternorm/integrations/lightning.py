@@ -1,4 +1,4 @@
-"""A callback for Lightning's Trainer: the right norm before training, decay where it can act, alpha tuned after it."""
+"""A callback for Lightning's Trainer: normalization, weight decay and alpha, before and after training."""
 
 from __future__ import annotations
 
@@ -23,30 +23,31 @@ torchvision_support.ready_if_installed()  # Lightning imports it
 from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
 from lightning.pytorch.utilities import rank_zero_info  # noqa: E402
 
-# What torch's schedulers keep, one for each group of the optimizer.
+# Attributes of torch's schedulers with one entry per parameter group.
 _PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs")
 
 
 class BetterNorm(Callback):
-    """Convert the module at the start, regroup its optimizers, and tune alpha on the validation data at the end.
+    """Convert the module before training, set the weight decay of norm layers, and tune alpha after training.
 
-    Conversion happens before ``configure_optimizers`` and before the module is wrapped for several devices, on resuming
-    and on testing too, so checkpoints of such a run always fit. Outside of a Trainer, convert a module before it loads
-    a checkpoint that has alphas: ``convert(module, "weighed")``.
+    The module is converted before ``configure_optimizers`` and before it is wrapped for several devices, also when
+    resuming and testing, so that checkpoints of the run always fit. Outside of a Trainer, convert a module with
+    ``convert(module, "weighed")`` before it loads a checkpoint that contains alphas.
 
     Args:
-        batch_size: the examples that one process normalises together; the norm is then what
-            :func:`betternorm.advise` names.
-        to, options: or exactly this, as for :func:`betternorm.convert`. With neither, layers are converted to
-            "weighed", which trains as before.
-        norm_decay: of gammas and betas: ``"auto"`` (where it can act), ``"all"`` or ``"none"``. Groups of an optimizer
-            that have a weight decay keep it for what :func:`betternorm.param_groups` would decay; the rest moves into
-            groups of its own, in the schedulers too. None leaves the optimizers alone. The module's
-            ``example_input_array`` is used where it has one.
+        batch_size: the number of examples per process; the module is converted to the norm layer that
+            :func:`betternorm.advise` recommends.
+        to: the norm layer to convert to, instead of ``batch_size``. With neither, layers are converted to "weighed",
+            which does not change training.
+        norm_decay: weight decay on gammas and betas: ``"auto"`` (where it has an effect), ``"all"``, ``"none"``, or
+            None to leave the optimizers unchanged. Parameters that :func:`betternorm.param_groups` would not decay are
+            moved into separate parameter groups, also in the schedulers. The module's ``example_input_array`` is used
+            if set.
         diagnose: whether to run :func:`betternorm.diagnose` on the validation data first, and log the findings.
-        tune: whether to tune alpha at the end of training, on the (first) validation loader.
-        objective, forward: as for :func:`betternorm.tune_alpha`. With several processes the first one tunes, on its
-            share of the data, and the others follow.
+        tune: whether to tune alpha after training, on the first validation loader.
+        objective, forward: as for :func:`betternorm.tune_alpha`. With several processes, the first one tunes alpha on
+            its share of the data and broadcasts it.
+        options: of :func:`betternorm.convert`, for ``to``.
 
     Attributes:
         found: the :class:`betternorm.AlphaSearch`, after training.
@@ -71,9 +72,9 @@ class BetterNorm(Callback):
         **options: Any,
     ) -> None:
         if batch_size is not None and to is not None:
-            raise ValueError(f"batch_size={batch_size} asks for advice and to={to!r} says what to do; give one of them")
+            raise ValueError(f"batch_size={batch_size} and to={to!r} exclude each other; pass one of them")
         if options and to is None:
-            raise TypeError(f"{', '.join(options)}: options are those of a conversion that to=... names")
+            raise TypeError(f"{', '.join(options)}: options of a conversion need to=...")
         if norm_decay not in ("auto", "all", "none", None):
             raise ValueError(f'norm_decay is {norm_decay!r}; it must be "auto", "all", "none" or None')
         self.batch_size, self.to, self.options = batch_size, to, options
@@ -84,7 +85,7 @@ class BetterNorm(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if weighed_layers(pl_module):
-            return  # another stage of the same module
+            return  # converted in an earlier stage
         if self.batch_size is not None:
             upgrade(pl_module, self.batch_size, verbose=trainer.is_global_zero)
         else:
@@ -126,9 +127,9 @@ class BetterNorm(Callback):
 
 
 def regroup(optimizer: optim.Optimizer, decayed: set[nn.Parameter]) -> list[int]:
-    """Take the weight decay off all parameters but these, in groups of their own with all other options the same.
+    """Remove the weight decay of all other parameters, by moving them into new groups with otherwise equal options.
 
-    Returns the group that each added one was taken from.
+    Returns the index of the group that each new group was split from.
     """
     added = []
     for index, group in enumerate(list(optimizer.param_groups)):
@@ -143,7 +144,7 @@ def regroup(optimizer: optim.Optimizer, decayed: set[nn.Parameter]) -> list[int]
                 if key in group:
                     rest[key] = [item for item, stay in zip(group[key], stays, strict=True) if not stay]
                     group[key] = [item for item, stay in zip(group[key], stays, strict=True) if stay]
-            if "param_names" in rest:  # how add_param_group wants them
+            if "param_names" in rest:  # the format of add_param_group
                 rest["params"] = list(zip(rest.pop("param_names"), rest["params"], strict=True))
             optimizer.add_param_group(rest)
             added.append(index)
@@ -151,7 +152,7 @@ def regroup(optimizer: optim.Optimizer, decayed: set[nn.Parameter]) -> list[int]
 
 
 def _extend(scheduler: Any, optimizer: optim.Optimizer, added: list[int]) -> None:
-    """Let a scheduler treat the added groups like those they were taken from."""
+    """Let a scheduler treat the new groups like those they were split from."""
     for inner in getattr(scheduler, "_schedulers", ()):
         _extend(inner, optimizer, added)
     if getattr(scheduler, "optimizer", None) is not optimizer:

@@ -1,4 +1,4 @@
-"""Inference example weighing: the statistics of the example itself get a weight, alpha (section 3.1 of the paper)."""
+"""Inference example weighing: at inference, the statistics of the example itself get a weight, alpha (section 3.1)."""
 
 from betternorm.weighing.alpha import get_alpha, set_alpha
 from betternorm.weighing.calibration import calibrate

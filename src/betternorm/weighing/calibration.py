@@ -1,4 +1,4 @@
-"""Moving averages from data: the mean and variance of what enters each norm layer (section 3.1)."""
+"""Calibration: moving averages from data, the mean and variance of the input of each norm layer (section 3.1)."""
 
 from __future__ import annotations
 
@@ -36,25 +36,28 @@ def calibrate(
     forward: Forward | None = None,
     progress: bool | None = None,
 ) -> int:
-    r"""Set the moving averages to the mean and variance of the layers' inputs over the data, in place.
+    """Set the moving averages to the mean and variance of the layers' inputs over the data, in place.
 
-    A GroupNorm or InstanceNorm network has no averages until then; one pass over the data gives them exactly. A plain
-    one is first converted (``convert(model, "weighed")``).
+    GroupNorm and InstanceNorm layers have no moving averages until then; one pass over the data computes them exactly.
+    Models without converted layers are converted first (``convert(model, "weighed")``).
 
-    With BatchNorm what enters a layer depends on the averages of the layers before it. Each pass takes the averages of
-    the pass before, as at inference, so the result does not depend on how the data is cut into batches or in which
-    order it comes; a layer is exact once all before it are. Passes are made until no average moves by more than
-    ``tolerance`` (in standard deviations of its channel), at most as many as there are layers plus one: that is the end
-    for any network, with the statistics that one batch of all the data would have. Examples are weighed equally.
+    The input of a BatchNorm layer depends on the averages of the layers before it. Each pass uses the averages of the
+    pass before, as at inference, so that the result depends neither on the batch size nor on the order of the data; a
+    layer is exact once all layers before it are. Passes are repeated until no average changes by more than
+    ``tolerance`` (in standard deviations of its channel), at most as many as there are layers plus one. The result are
+    the statistics of one batch of all the data. All examples have the same weight.
 
     Args:
-        loader: batches as for `tune_alpha`; labels are not looked at.
-        max_examples: use at most this many examples.
-        passes: make exactly so many passes instead; 1 is often near enough for a trained BatchNorm network.
-        progress: show a bar; None shows it on a terminal.
+        model: the model to calibrate.
+        loader: batches as for `tune_alpha`; labels are ignored.
+        max_examples: use only the first so many examples.
+        passes: the exact number of passes; 1 is often sufficient for a trained BatchNorm model.
+        tolerance: see above.
+        forward: ``forward(model, batch)``, for other formats of batches.
+        progress: show a progress bar; None shows it on a terminal.
 
     Returns:
-        The number of passes that were made.
+        The number of passes.
     """
     if passes is not None and passes < 1:
         raise ValueError(f"passes={passes} must be 1 or more")
@@ -65,7 +68,7 @@ def calibrate(
         layers = list(weighed_layers(model).values())
     if not layers:
         raise ValueError("the model has no layer with moving averages to calibrate")
-    # The averages of a layer with alpha = 1 reach no other layer.
+    # The averages of a layer with alpha = 1 do not affect other layers.
     alone = all(isinstance(layer, GroupedBatchNorm) and layer._alpha_is(1) for layer in layers)
     most = passes or (1 if alone else len(layers) + 1)
     run = forward or output_of
@@ -84,20 +87,20 @@ def calibrate(
             for hook in hooks:
                 hook.remove()
         if not batches:
-            raise ValueError("the loader gave no batches: nothing to calibrate on")
-        moved = max(moments[layer].write_to(layer, batches) for layer in layers)
-        if passes is None and moved <= tolerance:
+            raise ValueError("the loader yields no batches: nothing to calibrate on")
+        change = max(moments[layer].write_to(layer, batches) for layer in layers)
+        if passes is None and change <= tolerance:
             break
     return done
 
 
 def has_no_averages(layer: GroupedBatchNorm) -> bool:
-    """Whether the layer was made from Group or Instance Norm and has no averages yet."""
+    """Whether the layer was converted from GroupNorm or InstanceNorm and has no averages yet."""
     return layer._alpha_is(1) and layer.num_batches_tracked is not None and int(layer.num_batches_tracked) == 0
 
 
 class _Moments:
-    """Mean and variance of what enters a layer, over all batches, in float64."""
+    """Mean and variance of the inputs of a layer over all batches, in float64."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -119,13 +122,13 @@ class _Moments:
         self.count += examples
 
     def write_to(self, layer: _BatchNorm, batches: int) -> float:
-        """Write the averages into the layer; returns how far they moved, in standard deviations."""
-        if self.mean is None or self.var is None:  # the layer was not reached
+        """Write the averages into the layer; returns the largest change, in standard deviations."""
+        if self.mean is None or self.var is None:  # the layer was not called
             return 0.0
         assert layer.running_mean is not None
         assert layer.running_var is not None
         deviation = (self.var + layer.eps).sqrt()
-        moved = torch.maximum(
+        change = torch.maximum(
             (self.mean - layer.running_mean).abs() / deviation,
             ((layer.running_var.clamp(min=0) + layer.eps).sqrt() / deviation - 1).abs(),
         )
@@ -134,4 +137,4 @@ class _Moments:
             layer.running_var.copy_(self.var)
             if layer.num_batches_tracked is not None:
                 layer.num_batches_tracked.fill_(batches)
-        return float(moved.max())
+        return float(change.max())

@@ -1,4 +1,4 @@
-"""Two settings of alpha compared on data that neither was chosen on."""
+"""`compare_alpha`: two settings of alpha on data that neither was chosen on."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ def compare_alpha(
     seed: int = 0,
     progress: bool | None = None,
 ) -> dict[str, Gain]:
-    """What one setting of alpha gains over another, by metric, with paired intervals, in one pass over the data.
+    """Compare two settings of alpha: the gain in every metric with a paired interval, in one pass over the data.
 
-    For data that neither was chosen on, such as a test set. The model, which has to be converted, is left as it is.
+    The data should be one that neither setting was chosen on, such as a test set. The model must be converted already;
+    it is left unchanged.
 
     Args:
         alpha: one number, or a dict from layer names to numbers or tensors of one value per channel; other layers keep
             theirs.
-        against: the same; None is the network as it was trained (alpha = 0 with BatchNorm, 1 with GroupNorm).
+        against: the same; None means the baseline (alpha = 0 for BatchNorm, 1 for GroupNorm).
         metrics, forward, max_examples, confidence, progress: as in `tune_alpha`.
     """
     layers = tuned_layers(model)

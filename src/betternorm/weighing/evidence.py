@@ -1,4 +1,4 @@
-"""Whether a gain is real: intervals from the numbers kept for every example, which know that alpha was chosen."""
+"""Gains with confidence intervals, from one number per example, corrected for the choice of alpha."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from betternorm.weighing.metrics import Metric, weighted_mean
 Average = Callable[[Tensor, Tensor], Tensor]  # of values and counts, over the last dimension
 
 RESAMPLES = 1000
-ENOUGH_TO_JUDGE = 50  # different examples, or batches where a metric has one number per batch
+ENOUGH_TO_JUDGE = 50  # distinct examples, or batches if a metric has one number per batch
 _NUMBERS_AT_ONCE = 1 << 23
 
 
 @dataclass(frozen=True)
 class Gain:
-    """A metric on data that did not choose alpha: without, with, and an interval for the difference."""
+    """A metric on held-out data, before and after, with a confidence interval for the difference."""
 
     before: float
     after: float
     low: float
     high: float
-    p_value: float | None = None  # of McNemar's test, for top1 at alphas that were not chosen on these data
+    p_value: float | None = None  # of McNemar's test, for top1 at alphas that were not chosen on this data
 
     @property
     def difference(self) -> float:
         return self.after - self.before
 
     def is_certain(self, metric: Metric) -> bool:
-        """Whether the interval leaves out zero, on the good side."""
+        """Whether the interval excludes zero, on the side of an improvement."""
         return self.low > 0 if metric.higher_is_better else self.high < 0
 
     def is_certain_loss(self, metric: Metric) -> bool:
-        """Whether the interval leaves out zero, on the bad side."""
+        """Whether the interval excludes zero, on the side of a loss."""
         return self.high < 0 if metric.higher_is_better else self.low > 0
 
 
@@ -51,13 +51,13 @@ def gain_between(
     confidence: float = 0.95,
     seed: int = 0,
 ) -> Gain:
-    """What a metric gains, from its numbers for every example before and after.
+    """The gain in a metric, from one number per example before and after.
 
     Args:
-        units: for every number, which example it is of: copies of one example are drawn together, as they are no
-            further evidence. None where all are different.
-        tried: the numbers at every alpha that this one was chosen among by this metric. The interval is then wide
-            enough for the best of them.
+        units: the example each number belongs to: copies of an example are resampled together, because they are no
+            additional evidence. None if all are different.
+        tried: the numbers at all alphas that were compared by this metric to choose this one. The interval is corrected
+            for the choice.
     """
     units = torch.arange(len(counts)) if units is None else torch.unique(units, return_inverse=True)[1]
     alone = bool(len(units) == int(units.max()) + 1)
@@ -80,17 +80,17 @@ def gain_between(
 def _of_means(
     average: Average, before: Tensor, after: Tensor, counts: Tensor, units: Tensor, sign: int, level: float, seed: int
 ) -> tuple[float, float]:
-    """How far an interval reaches to the side of a loss and to that of a gain, for differences of means.
+    """The two half-widths of the interval for a difference of means: on the side of a loss, and of a gain.
 
-    Of two critical values of Student's t the larger one is taken. Turning the signs of examples at random is exact
-    where few answers change; drawing examples with replacement (the bootstrap t) follows losses that are skewed. On the
-    side of a loss it is that of the largest t among all alphas tried (Westfall and Young's way).
+    The larger of two critical values of Student's t is used. Flipping the signs of examples at random is exact when few
+    predictions change; resampling examples with replacement (the bootstrap-t) accounts for skewed losses. On the side
+    of a loss, the critical value is that of the maximum t over all alphas tried (Westfall and Young).
     """
     total = int(units.max()) + 1
     weights = torch.zeros(total, dtype=torch.float64).index_add_(0, units, counts)
     sums = torch.zeros(total, len(after), dtype=torch.float64)
     sums.index_add_(0, units, (sign * (after - before) * counts).nan_to_num(0, 0, 0).T)
-    centred = sums - weights[:, None] * (sums.sum(0) / weights.sum())
+    centered = sums - weights[:, None] * (sums.sum(0) / weights.sum())
     if total < 2:
         return math.inf, math.inf
     flipped, drawn = [], []
@@ -103,16 +103,16 @@ def _of_means(
         times = torch.zeros(size, dtype=torch.float64)
         rows = torch.randint(total, size, generator=generator)
         times.scatter_add_(1, rows, torch.ones(size, dtype=torch.float64))
-        drawn.append(_student(times @ centred, times @ centred.square(), total))
+        drawn.append(_student(times @ centered, times @ centered.square(), total))
     turned, resampled = torch.cat(flipped), torch.cat(drawn)
     of_loss = max(_quantile(t.amax(1), level) for t in (turned, resampled))
     of_gain = max(_quantile(-t[:, 0], level) for t in (turned, resampled))
-    error = float((centred[:, 0].square().sum() * total / (total - 1)).sqrt() / weights.sum())
+    error = float((centered[:, 0].square().sum() * total / (total - 1)).sqrt() / weights.sum())
     return of_loss * error, of_gain * error
 
 
 def _student(sums: Tensor, squares: Tensor, count: int) -> Tensor:
-    """Student's t of samples with these sums and sums of squares; 0 where all of a sample is the same."""
+    """Student's t of samples with these sums and sums of squares; 0 for constant samples."""
     variance = (squares - sums.square() / count) * count / (count - 1)
     return torch.where(variance > 1e-12 * squares, sums / variance.clamp(min=1e-300).sqrt(), 0.0)
 
@@ -120,13 +120,13 @@ def _student(sums: Tensor, squares: Tensor, count: int) -> Tensor:
 def _of_any(
     average: Average, before: Tensor, after: Tensor, counts: Tensor, units: Tensor, sign: int, level: float, seed: int
 ) -> tuple[float, float]:
-    """The same for figures that are no means, by the spread over examples drawn with replacement."""
+    """The same for metrics that are not means, by the bootstrap over examples."""
     total = int(units.max()) + 1
     if total < 2:
         return math.inf, math.inf
     generator = torch.Generator().manual_seed(seed)
     at_once = max(1, _NUMBERS_AT_ONCE // len(units))
-    found = []
+    samples = []
     for start in range(0, RESAMPLES, at_once):
         size = (min(at_once, RESAMPLES - start), total)
         times = torch.zeros(size, dtype=torch.float64)
@@ -134,8 +134,8 @@ def _of_any(
         times.scatter_add_(1, rows, torch.ones(size, dtype=torch.float64))
         drawn = times[:, units] * counts
         was = average(before.expand(size[0], -1), drawn)
-        found.append(torch.stack([sign * (average(now.expand(size[0], -1), drawn) - was) for now in after], 1))
-    differences = torch.cat(found)
+        samples.append(torch.stack([sign * (average(now.expand(size[0], -1), drawn) - was) for now in after], 1))
+    differences = torch.cat(samples)
     spread = differences.std(0) * math.sqrt(total / (total - 1))
     apart = torch.where(spread > 0, (differences - differences.mean(0)) / spread, 0.0)
     error = float(spread[0])
@@ -147,9 +147,9 @@ def _quantile(values: Tensor, level: float) -> float:
 
 
 def mcnemar(before: Tensor, after: Tensor) -> float:
-    """The exact two-sided p-value of McNemar's test on answers that are right (true) or wrong.
+    """The exact two-sided p-value of McNemar's test on predictions that are correct or not.
 
-    Only examples on which the two differ speak: were neither better, each would be a toss of a coin.
+    Only examples on which the two differ count: under the null hypothesis each of them is a fair coin toss.
     """
     gained = int((after.bool() & ~before.bool()).sum())
     lost = int((before.bool() & ~after.bool()).sum())

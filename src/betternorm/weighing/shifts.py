@@ -1,4 +1,4 @@
-"""Shifted data: standard corruptions of images, in pure torch, and the rule by which alpha is chosen under them.
+"""Shifted data: standard corruptions of images, in pure torch, and the rule that chooses alpha under them.
 
 The kinds follow Hendrycks and Dietterich, Benchmarking Neural Network Robustness to Common Corruptions and
 Perturbations (arXiv:1903.12261); the strengths are our own, from 1 to 5.
@@ -19,8 +19,8 @@ from betternorm.weighing.batches import example_keys
 
 Shift = Callable[[Tensor], Tensor]
 
-STRENGTHS = (1, 3, 5)  # where none is named
-_ROUNDING = 0.01  # how far beyond 0 to 1 pixels may lie: resizing overshoots
+STRENGTHS = (1, 3, 5)  # if none is specified
+_ROUNDING = 0.01  # tolerance for pixels outside of [0, 1], as resizing may produce
 
 
 def corruptions(
@@ -30,12 +30,12 @@ def corruptions(
 ) -> dict[str, Shift]:
     """Standard corruptions of images, by name, for ``tune_alpha(..., shifts=...)``.
 
-    An image is corrupted in the same way every time it comes, so that alphas are compared on the same images.
+    The corruption of an image depends only on its content, so that alphas are compared on the same images.
 
     Args:
         names: "noise", "blur", "contrast", "brightness", "fog", "compression", each at strengths 1, 3 and 5, or with
             one strength from 1 to 5, as "blur:2"; None is all of them.
-        mean, std: by which the loader has normalised pixels that lay between 0 and 1.
+        mean, std: of the normalization that the loader applies to pixels between 0 and 1.
 
     Examples::
 
@@ -99,7 +99,7 @@ def _declared_statistics(model: nn.Module) -> tuple[Sequence[float], Sequence[fl
 
 @dataclass(frozen=True)
 class Corruption:
-    """A corruption of a batch of normalised images (N, C, H, W)."""
+    """A corruption of a batch of normalized images (N, C, H, W)."""
 
     kind: str
     strength: int
@@ -110,15 +110,15 @@ class Corruption:
         if images.dim() != 4 or not images.is_floating_point():
             raise ValueError(
                 f"corruptions take images (N, C, H, W) in floating point, got {images.dtype} {tuple(images.shape)}; "
-                "for other data give shifts={'name': function or loader}"
+                "for other data pass shifts={'name': function or loader}"
             )
         mean, std = (images.new_tensor(part).view(-1, 1, 1) for part in (self.mean, self.std))
         pixels = images * std + mean
         low, high = (float(bound) for bound in pixels.aminmax())
         if low < -_ROUNDING or high > 1 + _ROUNDING:
             raise ValueError(
-                f"pixels run from {low:.3g} to {high:.3g} where 0 to 1 is wanted: give the mean and std by which the "
-                "images were normalised, corruptions(names, mean=..., std=...)"
+                f"pixels run from {low:.3g} to {high:.3g} instead of 0 to 1: pass the mean and std that the images "
+                "were normalized with, corruptions(names, mean=..., std=...)"
             )
         corrupted = KINDS[self.kind](pixels.clamp(0, 1), self.strength - 1, images)
         return ((corrupted.clamp(0, 1) - mean) / std).contiguous(
@@ -149,7 +149,7 @@ def _noise(pixels: Tensor, strength: int, images: Tensor) -> Tensor:
 
 
 def _blur(pixels: Tensor, strength: int, images: Tensor) -> Tensor:
-    # Wider on larger images, though less than in proportion: they hold finer things too.
+    # Wider on larger images, but less than in proportion: they contain finer details too.
     sigma = (0.4, 0.6, 0.8, 1.0, 1.3)[strength] * math.sqrt(min(pixels.shape[-2:]) / 32)
     return _smooth(pixels, sigma)
 
@@ -164,7 +164,7 @@ def _brightness(pixels: Tensor, strength: int, images: Tensor) -> Tensor:
 
 
 def _fog(pixels: Tensor, strength: int, images: Tensor) -> Tensor:
-    """A white cloud: noise in octaves, each twice as fine and half as strong, laid over the image."""
+    """A white cloud: octaves of noise, each twice as fine and half as strong, blended with the image."""
     height, width = pixels.shape[-2:]
     cloud = pixels.new_zeros(len(pixels), 1, height, width)
     side, weight = 2, 1.0
@@ -180,23 +180,23 @@ def _fog(pixels: Tensor, strength: int, images: Tensor) -> Tensor:
 
 
 def _compression(pixels: Tensor, strength: int, images: Tensor) -> Tensor:
-    """What JPEG loses: the cosine transform of 8 x 8 blocks, rounded to the steps of a quality."""
+    """The loss of JPEG: the cosine transform of 8 x 8 blocks, quantized for a quality."""
     quality = (80, 50, 30, 20, 10)[strength]
     scale = 50 / quality if quality < 50 else 2 - quality / 50
     height, width = pixels.shape[-2:]
     padded = F.pad(pixels, (0, -width % 8, 0, -height % 8), mode="replicate") * 255 - 128
-    colour = pixels.shape[1] == 3
-    if colour:
+    color = pixels.shape[1] == 3
+    if color:
         padded = torch.einsum("dc,nchw->ndhw", padded.new_tensor(_TO_YCBCR), padded)
     rows, columns = padded.shape[-2] // 8, padded.shape[-1] // 8
     blocks = padded.unflatten(3, (columns, 8)).unflatten(2, (rows, 8)).transpose(3, 4)
     cosine = padded.new_tensor(_COSINES)
     luma, chroma = (padded.new_tensor(steps).view(8, 8) for steps in (_LUMA_STEPS, _CHROMA_STEPS))
-    steps = torch.stack([luma, chroma, chroma] if colour else [luma] * pixels.shape[1])
+    steps = torch.stack([luma, chroma, chroma] if color else [luma] * pixels.shape[1])
     steps = (steps * scale).round().clamp(1, 255)[None, :, None, None]
     blocks = cosine.T @ ((cosine @ blocks @ cosine.T / steps).round() * steps) @ cosine
     image = blocks.transpose(3, 4).flatten(4, 5).flatten(2, 3)
-    if colour:
+    if color:
         image = torch.einsum("dc,nchw->ndhw", torch.linalg.inv(padded.new_tensor(_TO_YCBCR)), image)
     restored: Tensor = (image + 128) / 255
     return restored[..., :height, :width]
@@ -213,7 +213,7 @@ KINDS: dict[str, Callable[[Tensor, int, Tensor], Tensor]] = {
 
 
 def _normal(images: Tensor, shape: Sequence[int], salt: int = 0) -> Tensor:
-    """Normal noise for every image that follows from its content alone."""
+    """Normal noise for every image that depends only on its content."""
     generator = torch.Generator()
     drawn = []
     for key in example_keys(images).tolist():
@@ -236,7 +236,7 @@ _COSINES = [
     [math.sqrt((1 if k == 0 else 2) / 8) * math.cos(math.pi * k * (2 * n + 1) / 16) for n in range(8)] for k in range(8)
 ]
 _TO_YCBCR = [[0.299, 0.587, 0.114], [-0.168736, -0.331264, 0.5], [0.5, -0.418688, -0.081312]]  # JFIF
-# The steps of the JPEG standard's annex K.
+# Quantization tables of the JPEG standard, annex K.
 _LUMA_STEPS = [
     16, 11, 10, 16, 24, 40, 51, 61, 12, 12, 14, 19, 26, 58, 60, 55, 14, 13, 16, 24, 40, 57, 69, 56, 14, 17, 22, 29, 51,
     87, 80, 62, 18, 22, 37, 56, 68, 109, 103, 77, 24, 35, 55, 64, 81, 104, 113, 92, 49, 64, 78, 87, 103, 121, 120, 101,
@@ -253,20 +253,20 @@ _CHROMA_STEPS = [
 
 @dataclass(frozen=True)
 class Rule:
-    """How alpha is chosen from its score on clean data and under every shift.
+    """How a setting of alpha is chosen from its scores on clean data and on every shift.
 
     Attributes:
-        max_clean_drop: None: the best mean over the clean data and the shifts, each set counted once. A number: the
-            best mean over the shifts among the alphas that lose at most so much on clean data.
+        max_clean_drop: None for the best mean over the clean data and the shifts, all with the same weight. A number
+            for the best mean over the shifts with a drop on clean data of at most this much.
     """
 
     higher_is_better: bool
     max_clean_drop: float | None = None
 
     def choose(self, clean: Mapping[Any, float], shifted: Sequence[Mapping[Any, float]], baseline: float) -> Any:
-        """The alpha to set, from the scores by alpha; of equals the one nearest to the network as it was trained.
+        """The best setting, given the scores by setting; of equals the one nearest to the baseline.
 
-        An alpha is a number, or a tuple of one for every layer.
+        A setting is a number, or a tuple with one per layer.
         """
         sign = 1 if self.higher_is_better else -1
 
