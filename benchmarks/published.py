@@ -47,16 +47,13 @@ def ratios(repository: str) -> dict[tuple[str, str, str], list[float]]:
 
 def main() -> None:
     table = ratios(sys.argv[1])
-    print(
-        "| GPU | kernel | direction | rows | measured / predicted, median | largest |\n| --- | --- | --- | ---: | ---: | ---: |"
-    )
-    for (gpu, kernel, way), values in sorted(table.items()):
-        print(
-            f"| {gpu} | {NAMES[kernel]} | {way} | {len(values)} | {statistics.median(values):.2f} | {max(values):.2f} |"
-        )
-    for name, kernels in (("Triton kernels", ("liger",)), ("all rows", tuple(NAMES))):
-        every = [value for (_, kernel, _), values in table.items() if kernel in kernels for value in values]
-        print(f"| both | {name} | both | {len(every)} | {statistics.median(every):.2f} | {max(every):.2f} |")
+    rows = [(gpu, NAMES[kernel], way, values) for (gpu, kernel, way), values in sorted(table.items())]
+    triton = [value for (_, kernel, _), values in table.items() if kernel == "liger" for value in values]
+    rows += [("both", "Triton", "both", triton), ("both", "all", "both", [v for values in table.values() for v in values])]
+    print("| GPU | kernel | direction | rows | measured / predicted, median | largest |")
+    print("| --- | --- | --- | ---: | ---: | ---: |")
+    for gpu, kernel, way, values in rows:
+        print(f"| {gpu} | {kernel} | {way} | {len(values)} | {statistics.median(values):.2f} | {max(values):.2f} |")
 
 
 if __name__ == "__main__":
