@@ -49,7 +49,8 @@ def main() -> None:
     table = ratios(sys.argv[1])
     rows = [(gpu, NAMES[kernel], way, values) for (gpu, kernel, way), values in sorted(table.items())]
     triton = [value for (_, kernel, _), values in table.items() if kernel == "liger" for value in values]
-    rows += [("both", "Triton", "both", triton), ("both", "all", "both", [v for values in table.values() for v in values])]
+    everything = [value for values in table.values() for value in values]
+    rows += [("both", "Triton", "both", triton), ("both", "all", "both", everything)]
     print("| GPU | kernel | direction | rows | measured / predicted, median | largest |")
     print("| --- | --- | --- | ---: | ---: | ---: |")
     for gpu, kernel, way, values in rows:
