@@ -158,9 +158,7 @@ class LabeledImages(torch.utils.data.Dataset):  # type: ignore[type-arg]
     ``folders`` is the number of class folders that defined the labels, if any did.
     """
 
-    def __init__(
-        self, pictures: Any, labels: Any, how: Preprocessing | None, source: str, folders: int = 0
-    ) -> None:
+    def __init__(self, pictures: Any, labels: Any, how: Preprocessing | None, source: str, folders: int = 0) -> None:
         self.pictures, self.labels, self.how = pictures, [int(label) for label in labels], how
         self.source, self.folders = source, folders
 
