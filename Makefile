@@ -35,10 +35,10 @@ test-slow: $(SLOW)
 bench: $(READY)
 	$(BIN)/python -m benchmarks
 
-# Every architecture of timm with BatchNorm, about an hour. Interrupted runs are resumed.
+# Every architecture of timm and torchvision with batch norm: hours. Interrupted runs are resumed.
 zoo: $(READY)
 	mkdir -p build
-	$(BIN)/python -m betternorm_lab.studies.zoo --json build/zoo.json
+	$(BIN)/python -m betternorm_lab.studies.zoo --json build/zoo.json --page docs/compatibility.md
 
 # Not with --quiet, which would also suppress the warnings that --strict counts.
 docs: $(READY)

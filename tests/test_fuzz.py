@@ -25,6 +25,7 @@ from betternorm import GroupedBatchNorm
 from betternorm.backends import cpu, operators, routing
 
 SHORT, LONG = 60, 2000
+EPS = 1e-3
 # What the output may differ by, where its values are of the order of one. Half types round the output itself.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
@@ -108,10 +109,9 @@ def check(case: Case) -> None:
     dy = torch.randn(case.shape, generator=draw).to(case.dtype)
     channels = case.shape[1]
     layer = GroupedBatchNorm(
-        channels, case.channels_per_group, case.examples_per_group, affine=case.affine, alpha=case.alphas(), eps=1e-3
+        channels, case.channels_per_group, case.examples_per_group, affine=case.affine, alpha=case.alphas(), eps=EPS
     )
-    layer.running_mean.copy_(torch.randn(channels, generator=draw) + case.offset)
-    layer.running_var.uniform_(0.5, 2, generator=draw)
+    draw_averages(layer, case.offset, draw)
     for parameter in layer.parameters():
         parameter.data.normal_(1, 0.5, generator=draw)
     layer.to(case.dtype if case.half_parameters or case.dtype == torch.float64 else torch.float32)
@@ -143,12 +143,17 @@ def check(case: Case) -> None:
         assert torch.equal(layer.running_mean, before.running_mean)
 
 
+def draw_averages(layer: GroupedBatchNorm, offset: float, draw: torch.Generator) -> None:
+    layer.running_mean.copy_(torch.randn(layer.num_features, generator=draw) + offset)
+    layer.running_var.uniform_(0.5, 2, generator=draw)
+
+
 def exact_output(case: Case, x: Tensor, weight: Any, bias: Any, layer: GroupedBatchNorm) -> Tensor:
     if case.training:
-        return oracle.normalise(x, weight, bias, case.channels_per_group, case.sizes(), layer.eps)
+        return oracle.normalize(x, weight, bias, case.channels_per_group, case.sizes(), EPS)
     alpha = layer.state_dict().get("alpha", torch.zeros(())).double()  # float32, as in the layer
     mean, var = layer.running_mean.double(), layer.running_var.double()
-    return oracle.infer_with_gradient(x, mean, var, weight, bias, alpha, case.channels_per_group, layer.eps)
+    return oracle.infer_with_gradient(x, mean, var, weight, bias, alpha, case.channels_per_group, EPS)
 
 
 def check_averages(case: Case, x: Tensor, before: GroupedBatchNorm, layer: GroupedBatchNorm) -> None:
@@ -168,6 +173,36 @@ def close(found: Tensor, wanted: Tensor, case: Case, what: str) -> None:
     scale = max(1.0, float(wanted.detach().abs().max()))
     error = float((found.detach().double() - wanted.detach()).abs().max())
     assert error <= tolerance * scale, f"{what}: {error:.2e} of {scale:.2e}"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the compiler about itself
+@pytest.mark.parametrize("seed", range(32))
+def test_compiled_layers_are_eager_layers(seed) -> None:
+    """Training and inference of a random layer, with vectors of alphas and all kinds of strides."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def between(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (), generator=draw))
+
+    per, groups, rank = between(1, 3), between(1, 4), between(2, 4)
+    channels, examples = per * groups, between(4, 7)
+    layer = GroupedBatchNorm(channels, per, (None, 2, 3)[between(0, 2)], affine=between(0, 3) > 0, eps=0.1)
+    layer.alpha = torch.rand(channels, generator=draw) * (torch.rand(channels, generator=draw) > 0.4)
+    layer.running_mean.normal_(generator=draw)
+    layer.train(seed % 2 == 0)
+    x = torch.randn(examples, channels, *(between(2, 6) for _ in range(rank - 2)), generator=draw)
+    x = lay_out(x, LAYOUTS[seed % 4])
+    torch._dynamo.reset()
+    eager, compiled = copy.deepcopy(layer), torch.compile(layer)
+    results = []
+    for run, one in ((compiled, layer), (eager, eager)):
+        leaf = x.clone(memory_format=torch.preserve_format).requires_grad_()
+        y = run(leaf)
+        y.sin().sum().backward()
+        results.append([y, leaf.grad, *(p.grad for p in one.parameters()), *one.buffers()])
+    for found, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
 
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -53,7 +53,7 @@ def _take_indented(lines: list[str]) -> list[str]:
 def _table(rule: str, lines: list[str]) -> Iterator[str]:
     """A table between rules of equals signs; the first row is its header."""
     columns = [match.span() for match in re.finditer("=+", rule)]
-    rows = []
+    rows: list[list[str]] = []
     while lines:
         line = lines.pop(0)
         if re.fullmatch(r"=+(  =+)+", line):

@@ -68,7 +68,7 @@ def test_tables_for_others(tmp_path, suffix, read):
     assert table["table"].tolist() == ["[1, 2]", "[]"]
     assert table["norm_options"].tolist() == ['[["ghost_size", 16]]'] * 2
     assert store.frame(status=None)["status"].tolist() == [DONE, DONE, DONE, FAILED]
-    with pytest.raises(UserError, match=r"it has to end in \.csv or \.parquet"):
+    with pytest.raises(UserError, match=r"it must end in \.csv or \.parquet"):
         store.export(tmp_path / "rows.xlsx")
 
 

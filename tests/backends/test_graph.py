@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import shutil
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 
 from betternorm.backends import graph, plain
 from betternorm.conversion.convert import convert
-from betternorm.layers import GroupedBatchNorm
+from betternorm.layers import BatchGroupNorm, GhostBatchNorm, GroupedBatchNorm
 from betternorm.weighing.alpha import set_alpha
 
 SHAPES = [(3, 6), (3, 6, 5), (3, 6, 5, 4), (2, 6, 3, 4, 5)]
@@ -113,3 +115,61 @@ def test_the_exported_layer_is_lean(tmp_path: Path, dynamo: bool) -> None:
     assert operators["Conv"] == operators["Reshape"] + 1 == 1
     work = sum(count for name, count in operators.items() if name not in ("Constant", "Identity"))
     assert work - 2 <= 16, operators  # all but the convolution and ReLU
+
+
+needs_cxx = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+
+
+def check_compiled_training(model: nn.Module, batches: list[Tensor]) -> None:
+    """Output, gradients and buffers are those of the eager model."""
+    torch._dynamo.reset()
+    eager, compiled = copy.deepcopy(model), torch.compile(model)
+    for x in batches:
+        results = []
+        for one, run in ((model, compiled), (eager, eager)):
+            one.zero_grad()
+            leaf = x.clone(memory_format=torch.preserve_format).requires_grad_()
+            y = run(leaf)
+            y.sin().sum().backward()
+            results.append([y, leaf.grad, *(p.grad for p in one.parameters()), *one.buffers()])
+        for found, wanted in zip(*results, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+    torch._dynamo.reset()
+
+
+@needs_cxx
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    "norm", [GroupedBatchNorm, lambda c: GhostBatchNorm(c, 4), lambda c: BatchGroupNorm(4, c)], ids=str
+)
+def test_training_compiles_for_several_image_sizes(norm: Any) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), norm(8), nn.ReLU())
+    shapes = [(8, 3, 16, 16), (8, 3, 20, 20), (6, 3, 24, 18)]
+    check_compiled_training(model, [torch.randn(shape) for shape in shapes])
+
+
+class Crossed(nn.Module):
+    """A layer that reads its input in an unusual order of memory, as ShuffleNet's do."""
+
+    def __init__(self, layer: nn.Module, how: str) -> None:
+        super().__init__()
+        self.layer, self.how = layer, how
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "transposed":
+            return self.layer(x.transpose(2, 3))
+        if self.how == "chunk":
+            return self.layer(x.contiguous(memory_format=torch.channels_last).chunk(2, 1)[1])
+        if self.how == "crop":
+            return self.layer(x.contiguous(memory_format=torch.channels_last)[:, :, 1:, 1:])
+        return self.layer(x[:, :, ::2])
+
+
+@needs_cxx
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("how", ["transposed", "chunk", "crop", "every other"])
+def test_training_with_channel_groups_compiles_for_any_strides(how: str) -> None:
+    model = Crossed(BatchGroupNorm(4, 8), how)
+    check_compiled_training(model, [torch.randn(4, 16 if how == "chunk" else 8, 6, 5) for _ in range(2)])

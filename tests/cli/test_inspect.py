@@ -52,7 +52,7 @@ def test_report_and_advice_on_the_terminal(nets: Path, capsys: pytest.CaptureFix
     first, last = (line.split() for line in printed.splitlines()[2:4])
     assert (first[0], first[-4], first[-2:]) == ("1", "no", ["no", "decay"])
     assert (last[0], last[-3], last[-1]) == ("4", "yes", "decay")
-    assert "2 norm layers at batch size 64: 1 with a path to the output, 1 whose effect is above 0.01" in printed
+    assert "2 norm layers at batch size 64: 1 with a path to the output, 1 with an effect above 0.01" in printed
     assert "Advice at batch size 64" in printed
 
 

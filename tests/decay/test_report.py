@@ -87,7 +87,7 @@ def test_the_batch_size_is_that_of_the_example_be_it_of_whole_numbers() -> None:
             "returned no floating-point tensor but list",
         ),
         (lambda: norm_report(plain_chain(), torch.randn(4, WIDTH), batch_size=0), "batch_size is 0"),
-        (lambda: norm_report(plain_chain(), torch.full((4, WIDTH), torch.inf)), "infinities or NaN"),
+        (lambda: norm_report(plain_chain(), torch.full((4, WIDTH), torch.inf)), "NaN or infinity"),
         (lambda: norm_report(nn.LazyBatchNorm1d(), torch.randn(4, 2)), "run it once first"),
         (lambda: norm_report(plain_chain(), torch.randn(4, WIDTH))["9"], "no norm layer '9'; there are '1', '4'"),
         (lambda: guess_input(nn.Sequential(nn.Embedding(3, 4), norm(4))), "no example input could be guessed"),
@@ -104,7 +104,7 @@ def test_the_table_names_every_layer_and_the_counts() -> None:
     text = str(norm_report(residual_projection().double(), torch.randn(BATCH, WIDTH).double()))
     lines = text.splitlines()
     assert [line.split()[0] for line in lines[2:5]] == ["stem", "n_branch", "n_projection"]
-    assert "3 norm layers at batch size 10: 2 with a path to the output, 2 whose effect is above 0.01" in text
+    assert "3 norm layers at batch size 10: 2 with a path to the output, 2 with an effect above 0.01" in text
     assert "undoes it" in text
 
 

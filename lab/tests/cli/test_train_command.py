@@ -79,7 +79,7 @@ def test_the_settings_of_a_row_run_it_again_and_options_given_win(tmp_path, caps
     [
         ("a.json", '{"widht": 4}', "unrecognized arguments: --widht=4"),
         ("a.json", '{"width": "wide"}', "argument --width: invalid int value: 'wide'"),
-        ("a.json", "[1, 2]", "holds no settings"),
+        ("a.json", "[1, 2]", "contains no settings"),
         ("a.json", '{"width": 4', "is not JSON: "),
         ("a.toml", "width = ", "is not TOML: "),
         ("b.json", None, "cannot be read: No such file or directory"),
@@ -128,11 +128,11 @@ def test_given_again_it_shows_the_result_and_trains_nothing(tmp_path, capsys):
     [
         ("--norm gohst", "norm is 'gohst'; it must be one of batch"),
         ("--norm-option ghost_size", "--norm-option is 'ghost_size'; write it as NAME=VALUE"),
-        ("--dataset svhn --data-root nowhere", "dataset svhn (SVHN) is not in"),
+        ("--dataset svhn --data-root nowhere", "dataset svhn (SVHN) is missing or incomplete in"),
         ("--batch-size 5000", "batch_size is 5000; the training split has 1079"),
         ("--learning-rate 1e30", "the loss is nan at step"),
         ("--epochs 0", "epochs is 0; it must be 1 or more"),
-        ("--export rows.xlsx", "it has to end in .csv or .parquet"),
+        ("--export rows.xlsx", "it must end in .csv or .parquet"),
         ("--output /proc/nowhere", "output folder /proc/nowhere cannot be written"),
     ],
 )

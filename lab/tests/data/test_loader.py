@@ -122,8 +122,8 @@ def test_normalised_training_data_has_mean_0_and_deviation_1():
     [
         ({"batch_size": 2000}, "batch_size is 2000; the training split has 1079 examples"),
         ({"batch_size": 0}, "batch_size is 0"),
-        ({"batch_size": 10, "classes_per_batch": 4}, "classes_per_batch is 4; it has to divide the batch size, 10"),
-        ({"batch_size": 24, "classes_per_batch": 8, "parts": 2}, "classes_per_batch is 8; it has to divide .*, 12"),
+        ({"batch_size": 10, "classes_per_batch": 4}, "classes_per_batch is 4; it must divide the batch size, 10"),
+        ({"batch_size": 24, "classes_per_batch": 8, "parts": 2}, "classes_per_batch is 8; it must divide .*, 12"),
         ({"batch_size": 9, "world_size": 2}, "a multiple of the 2 processes"),
     ],
 )

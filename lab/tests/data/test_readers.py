@@ -187,9 +187,9 @@ def not_npz(folder):
         (not_npz, "cannot be read as .npz"),
         (
             lambda folder: npz(folder, train_images=pixels(4), train_labels=np.arange(3)),
-            "a whole number for each of the 4",
+            "one integer for each of the 4",
         ),
-        (lambda folder: npz(folder, train_images=pixels(4) / 255, train_labels=np.arange(4)), "has to be uint8"),
+        (lambda folder: npz(folder, train_images=pixels(4) / 255, train_labels=np.arange(4)), "must be uint8"),
         (lambda folder: npz(folder, x=np.zeros(3)), "needs train_images"),
         (
             lambda folder: npz(folder, train_images=pixels(9), train_labels=np.arange(9) - 1, classes=np.arange(9)),
@@ -201,7 +201,7 @@ def not_npz(folder):
         ),
         (lambda folder: ("cifra10", {}), "'cifra10'; it must be one of digits, cifar10"),
         (lambda folder: ("svhn", {}), "put train_32x32.mat, extra_32x32.mat and test_32x32.mat or svhn.npz there"),
-        (lambda folder: ("cub2011", {}), "is not in .*BETTERNORM_DATA$"),
+        (lambda folder: ("cub2011", {}), "is missing or incomplete in .*BETTERNORM_DATA$"),
         (lambda folder: ("digits", {"classes": 11}), "classes is 11; digits has 10"),
         (lambda folder: ("digits", {"train_examples": 5000}), "train_examples is 5000"),
         (lambda folder: ("digits", {"image_size": -1}), "image_size is -1"),

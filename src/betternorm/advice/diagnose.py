@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -27,6 +27,7 @@ from betternorm.advice.state import (
 from betternorm.display.progress import Bar
 from betternorm.weighing.batches import Forward
 from betternorm.weighing.evidence import ENOUGH_TO_JUDGE, Gain, gain_between
+from betternorm.weighing.folds import assign_folds
 from betternorm.weighing.metrics import METRICS
 from betternorm.weighing.temperature import at_inverse, best_inverse, is_at_the_end
 
@@ -168,6 +169,9 @@ class _Examination:
         self.measured[name] = self.probe.summary(scores)
         return scores
 
+    def _add(self, cause: str, why: str, layers: tuple[str, ...], fix: str, *cost_and_gain: dict[str, Gain]) -> None:
+        self.findings.append(Finding(cause, why, layers, fix, *cost_and_gain))
+
     # -- state and batches --
 
     def _cost_of_train_mode(self, before: Scores) -> None:
@@ -195,10 +199,10 @@ class _Examination:
                 why = f"the batches of {name} have far fewer classes than random ones"
                 if name == "loader" and not in_training:
                     why += f", and only its first {batches.count} examples were measured"
-                self.findings.append(Finding("sorted_batches", why, (), f"{remade}shuffle=True)"))
+                self._add("sorted_batches", why, (), f"{remade}shuffle=True)")
             if batches.ends_with_one and in_training:
                 why = f"the last batch of {name} has one example, whose statistics enter the averages like any other's"
-                self.findings.append(Finding("leftover_batch", why, (), f"{remade}shuffle=True, drop_last=True)"))
+                self._add("leftover_batch", why, (), f"{remade}shuffle=True, drop_last=True)")
 
     # -- moving averages --
 
@@ -227,47 +231,48 @@ class _Examination:
 
     def _stale(self, before: Scores, expected: Averages, cost: dict[str, Gain], uneven: tuple[str, ...]) -> None:
         """The averages do not fit: name the reason that the state of the layers gives."""
-        probe = self.probe
         far = tuple(sorted((n for n in self.distances if self.distances[n] > FAR), key=lambda n: -self.distances[n]))
         fix = RECALIBRATE if self.stats is not None else f"{RECALIBRATE}  # training data"
         gain = self._gain_of_averages(before, expected) if cost or self.skewed else {}
         if self.skewed:
             why = "the ranks of the process group have different moving averages; a checkpoint keeps those of one"
-            self.findings.append(Finding("rank_skew", why, self.skewed, fix, cost, gain))
-            return
-        if uneven:
+            self._add("rank_skew", why, self.skewed, fix, cost, gain)
+        elif uneven:
             why = f"the averages of {len(uneven)} of {len(self.layers)} norm layers were updated less often than others"
-            self.findings.append(Finding("partly_frozen", why, uneven, fix if cost else FREEZE, cost, gain))
-            return
-        dead = self._dead(expected)
-        if dead:
-            repaired = {name: _merged(probe.averages[name], expected[name], mask) for name, mask in dead.items()}
-            of_dead = probe.gain(before, probe.evaluate(repaired, note="dead channels"), CONFIDENCE)
-            if _is_finding(of_dead) and _size(of_dead) > _size(cost) / 2:
-                channels = sum(int(mask.sum()) for mask in dead.values())
-                why = f"{channels} channels have zero variance in the moving averages or in the data, but not in both"
-                self.findings.append(Finding("dead_channels", why, tuple(dead), fix, of_dead, gain))
-                return
-        if slow := lagging(self.layers):
+            self._add("partly_frozen", why, uneven, fix if cost else FREEZE, cost, gain)
+        elif (dead := self._dead(expected)) and (of_dead := self._cost_of(dead, before, expected, cost)):
+            channels = sum(int(mask.sum()) for mask in dead.values())
+            why = f"{channels} channels have zero variance in the moving averages or in the data, but not in both"
+            self._add("dead_channels", why, tuple(dead), fix, of_dead, gain)
+        elif slow := lagging(self.layers):
             layer = self.layers[slow[0]]
             why = f"averages over {window(layer):.0f} batches, and training took {updates(layer)} steps"
-            self.findings.append(Finding("lagging_averages", why, slow, fix, cost, gain))
-            return
-        why = "the moving averages do not fit the training data: collected on different data, or before weights changed"
-        if self.stats is None:
+            self._add("lagging_averages", why, slow, fix, cost, gain)
+        elif self.stats is not None:
+            why = "the moving averages do not fit the training data: collected on other data, or before weights changed"
+            self._add("mismatched_averages", why, far, fix, cost, gain)
+        else:
             why = "the moving averages do not fit this data: collected on different training data or other weights, or"
             why += " this data differs from the training data (shifted_data); stats_loader tells the two apart"
-        self.findings.append(Finding("mismatched_averages", why, far, fix, cost, gain))
-        if self.stats is None:
+            self._add("mismatched_averages", why, far, fix, cost, gain)
             why = "the other possibility: the averages are right and this data differs from the training data"
-            self.findings.append(Finding("shifted_data", why, far, ADAPT, cost, gain))
+            self._add("shifted_data", why, far, ADAPT, cost, gain)
+
+    def _cost_of(
+        self, dead: dict[str, Tensor], before: Scores, expected: Averages, whole: dict[str, Gain]
+    ) -> dict[str, Gain]:
+        """What dead channels cost, if that is most of the whole cost."""
+        probe = self.probe
+        repaired = {name: _merged(probe.averages[name], expected[name], mask) for name, mask in dead.items()}
+        cost = probe.gain(before, probe.evaluate(repaired, note="dead channels"), CONFIDENCE)
+        return cost if _is_finding(cost) and _size(cost) > _size(whole) / 2 else {}
 
     def _shifted(self, before: Scores, adapted: Averages, expected: Averages, cost: dict[str, Gain]) -> None:
         apart = {name: distance(adapted[name], expected[name]) for name in adapted}
         far = tuple(sorted((name for name in apart if apart[name] > FAR), key=lambda name: -apart[name]))
         why = "the statistics of this data differ from those of the training data"
         gain = self._gain_on_halves(before) if self.try_fixes else {}
-        self.findings.append(Finding("shifted_data", why, far, ADAPT, cost, gain))
+        self._add("shifted_data", why, far, ADAPT, cost, gain)
 
     def _dead(self, expected: Averages) -> dict[str, Tensor]:
         """Channels without variance on one side alone."""
@@ -284,7 +289,8 @@ class _Examination:
         probe, stats = self.probe, self.stats
         is_small = self.train_batch_size is not None and self.train_batch_size <= SMALL_BATCH
         averages, base, name = probe.averages, before, "alpha {:g}"
-        if is_small and stats is not None:
+        again = is_small and stats is not None and probe.summary(after)["loss"] < probe.summary(before)["loss"]
+        if again:
             averages, base, name = expected, after, "averages of stats_loader, alpha {:g}"
         alphas = ALPHAS[: min(4 if is_small else 2, MOST_PASSES - 1 - round(probe.passes))]  # one is for dead channels
         tried = [self._measure(name.format(alpha), probe.evaluate(averages, alpha)) for alpha in alphas]
@@ -297,10 +303,10 @@ class _Examination:
             return None
         examples = self.train_batch_size * min(map(window, self.layers.values()))
         why = f"trained with {self.train_batch_size} examples per batch; the averages reach back {examples:.0f}"
-        fix = f"betternorm.tune_alpha(model, loader{', stats_loader=stats_loader' if stats is not None else ''})"
+        fix = f"betternorm.tune_alpha(model, loader{', stats_loader=stats_loader' if again else ''})"
         gain: dict[str, Gain] = {}
         if self.try_fixes:
-            if stats is not None:
+            if again and stats is not None:
                 averages = probe.refine(expected, stats)
                 base = probe.evaluate(averages)
                 tried = [probe.evaluate(averages, alpha) for alpha in alphas]
@@ -319,28 +325,28 @@ class _Examination:
     def _gain_on_halves(self, before: Scores) -> dict[str, Gain]:
         """Recalibrated on each half of the data, evaluated on the other."""
         probe, data = self.probe, self.probe.examples
-        after = {name: torch.zeros_like(values) for name, values in before.items()}
-        halves = self._halves()
-        for rows, others in (halves, halves[::-1]):
-            scores = probe.evaluate(probe.refine(probe.collect(data, rows), data, rows), among=others)
-            for name in after:
-                after[name][others] = scores[name][others]
-        return probe.gain(before, after)
+
+        def recalibrated(rows: Tensor, others: Tensor) -> Scores:
+            return probe.evaluate(probe.refine(probe.collect(data, rows), data, rows), among=others)
+
+        return probe.gain(before, self._crossed(recalibrated))
 
     def _best_of_other_half(self, tried: list[Scores]) -> Scores:
-        """The rows of each half with what has the lowest loss on the other."""
-        after = {name: torch.zeros_like(values) for name, values in tried[0].items()}
-        halves = self._halves()
-        for rows, others in (halves, halves[::-1]):
-            best = min(tried, key=lambda s: self.probe.summary({n: v[rows] for n, v in s.items()})["loss"])
-            for name in after:
-                after[name][others] = best[name][others]
-        return after
+        """Each half with what has the lowest loss on the other."""
+        summary = self.probe.summary
+        return self._crossed(
+            lambda rows, others: min(tried, key=lambda s: summary({name: s[name][rows] for name in s})["loss"])
+        )
 
-    def _halves(self) -> tuple[Tensor, Tensor]:
-        order = torch.randperm(self.probe.examples.count, generator=torch.Generator().manual_seed(self.probe.seed))
-        first, second = order.tensor_split(2)
-        return first, second
+    def _crossed(self, scores_of: Callable[[Tensor, Tensor], Scores]) -> Scores:
+        """The scores of each half of the data, by what was fitted on the other."""
+        after: Scores = {}
+        fold = assign_folds(self.probe.examples.keys, 2, self.probe.seed)
+        for number in (0, 1):
+            rows, others = (fold == number).nonzero()[:, 0], (fold != number).nonzero()[:, 0]
+            for name, values in scores_of(rows, others).items():
+                after.setdefault(name, torch.zeros_like(values))[others] = values[others]
+        return after
 
     # -- notes --
 
@@ -351,7 +357,9 @@ class _Examination:
         if inverse <= 0 or is_at_the_end(inverse):
             return
         plain = at_inverse(curves, 1.0)
-        self.measured["evaluation mode, not scaled"] = self.measured["evaluation mode"] | {"loss": float(plain.mean())}
+        self.measured["evaluation mode, logits not scaled"] = self.measured["evaluation mode"] | {
+            "loss": float(plain.mean())
+        }
 
         def gain(after: Tensor) -> dict[str, Gain]:
             keys = self.probe.examples.keys
@@ -360,13 +368,12 @@ class _Examination:
 
         cost = gain(at_inverse(curves, inverse))
         if inverse < 1 and _is_finding(cost) and not any(finding.cause in MEASURED for finding in self.findings):
-            fitted = torch.empty_like(plain)
-            halves = self._halves()
-            for rows, others in (halves, halves[::-1]):
-                fitted[others] = at_inverse(curves[others], best_inverse(curves[rows], counts[rows]))
+            fitted = self._crossed(
+                lambda rows, others: {"": at_inverse(curves, best_inverse(curves[rows], counts[rows]))}
+            )
             why = f"the logits are too large: the loss is lower with them divided by {1 / inverse:.2f}"
             fix = f"logits = model(images) / {1 / inverse:.3g}"
-            self.findings.append(Finding("overconfident", why, (), fix, cost, gain(fitted) if self.try_fixes else {}))
+            self._add("overconfident", why, (), fix, cost, gain(fitted[""]) if self.try_fixes else {})
 
 
 def _batch_norms(model: nn.Module) -> dict[str, nn.Module]:

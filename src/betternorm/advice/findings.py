@@ -73,7 +73,7 @@ class Diagnosis:
 
     def __str__(self) -> str:
         rows = [[name, f"{row['top1']:.1%}", f"{row['loss']:.3f}"] for name, row in self.measured.items()]
-        parts = [table([f"{self.examples} examples", "top-1", "loss after temperature scaling"], rows)]
+        parts = [table([f"{self.examples} examples", "top-1", "loss (scaled)"], rows)]
         if self.findings:
             tried = any(finding.gain for finding in self.findings)
             parts.append(

@@ -97,14 +97,15 @@ def run(arguments: argparse.Namespace) -> int:
     model = build_model(arguments, device)
     data = read_data(arguments, arguments.data, model, device)
     seconds_per_batch = check_predictions(model, data, device)
+    example = next(iter(data.loader))[0][:2] if arguments.fold else None
     if arguments.fold:
-        _check_fold(model, arguments.layers)
+        _check_fold(model, arguments.layers, example)
     shifts = _shifts(arguments, model, data, device)
     if arguments.dry_run:
         _print_plan(arguments, out, data, seconds_per_batch, len(shifts or ()), device)
         return OK
     result = _tuned(arguments, model, data, shifts, out.with_suffix(".unfinished"))
-    written = _write(result, model, out, next(iter(data.loader))[0][:2] if arguments.fold else None)
+    written = _write(result, model, out, example)
     if arguments.json:
         print(json.dumps(result.to_dict(), indent=2))
     else:
@@ -215,25 +216,25 @@ def _write(result: AlphaSearch, model: nn.Module, out: Path, example: Tensor | N
         elif path.suffix == ".svg":
             writers[path] = result.plot
         elif changed:
-            writers[path] = lambda path: _export(_folded(model), example, path)
+            writers[path] = lambda path: _export(_folded(model, example), example, path)
     write_all(writers)
     return list(writers)
 
 
-def _check_fold(model: nn.Module, layers: int) -> None:
+def _check_fold(model: nn.Module, layers: int, example: Tensor | None) -> None:
     """Check before the search that there will be something to fold."""
-    before, after = (sum(isinstance(m, _BatchNorm) for m in net.modules()) for net in (model, _folded(model)))
+    before, after = (sum(isinstance(m, _BatchNorm) for m in net.modules()) for net in (model, _folded(model, example)))
     if before - after <= layers:
         raise UserError(
             f"--fold with --layers {layers}: only {before - after} layers can be folded, and all may get an alpha"
         )
 
 
-def _folded(model: nn.Module) -> nn.Module:
+def _folded(model: nn.Module, example: Tensor | None) -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about layers that cannot be folded
         try:
-            return fold(copy.deepcopy(model).cpu())
+            return fold(copy.deepcopy(model).cpu(), None if example is None else example.cpu())
         except ValueError as error:
             raise UserError(f"--fold: {first_line(error)}") from error
 

@@ -1,4 +1,4 @@
-"""Weight decay on gamma and beta: which parameters get it, where it can act, and decay toward 1 (section 3.3)."""
+"""Weight decay on gamma and beta: where it has an effect, parameter groups, and decay toward 1 (section 3.3)."""
 
 from betternorm.decay.groups import param_groups
 from betternorm.decay.report import NormLayer, NormReport, norm_report

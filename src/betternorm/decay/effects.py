@@ -1,4 +1,4 @@
-"""The effect on the output of scaling a norm layer: measured, or estimated from a few backward passes (section 3.3)."""
+"""Effect on the output of scaling a norm layer, measured or estimated from a few backward passes (section 3.3)."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from betternorm.decay.visit import Visit
 from betternorm.display.progress import track
 from betternorm.example import tensors_in
 
-# An effect above this counts as one: what rounding and a layer's eps leave of an exact cancellation is far below.
+# Effects above this count. Rounding and eps leave far less if a scaling is undone.
 ACTS = 0.01
 
-# Scaling by either factor moves a proportional output by the same relative amount, |c - 1| / (c + 1).
+# Both factors change an output that is proportional to them by the same relative amount, |c - 1| / (c + 1).
 _FACTORS = (0.5, 2.0)
 _FULL_CHANGE = 1 / 3
 
 # An output is mostly a constant if its variation over the examples is a smaller part of it; below the other, rounding.
 _CONSTANT, _ROUNDING = 0.1, 1e-5
 
-# Random directions in the space of outputs, one backward pass for each.
+# Random directions in output space, with one backward pass each.
 _PROBES = 3
 
-Scaled = dict[str | None, list[nn.Parameter]]  # by layer; None stands for all layers without a path at once
+Scaled = dict[str | None, list[nn.Parameter]]  # by layer; None is all layers without a path together
 
 
 def scaled_together(layers: Mapping[str, nn.Module], trace: Trace) -> Scaled:
@@ -89,11 +89,12 @@ def _centered(output: Tensor) -> Tensor:
 
 
 def estimate_effects(trace: Trace, scaled: Scaled) -> dict[str | None, float]:
-    r"""All effects from a few backward passes.
+    r"""Estimate all effects from a few backward passes.
 
-    For small changes the effect of a layer is :math:`\lVert a \rVert / \lVert y \rVert` with a the derivative of
-    the output y by the logarithm of the factor. A backward pass from v . y / ||y|| with a random normal v gives
-    gamma . d/dgamma + beta . d/dbeta = v . a / ||y|| for every layer at once, and its square has the wanted mean.
+    For small changes, the effect of a layer is :math:`\lVert a \rVert / \lVert y \rVert`, where a is the derivative of
+    the output y with respect to the logarithm of the factor. A backward pass from v . y / ||y|| with a random normal v
+    gives gamma . d/dgamma + beta . d/dbeta = v . a / ||y|| for all layers at once. The mean of its square is the square
+    of the effect.
     """
     parameters = list(dict.fromkeys(parameter for owned in scaled.values() for parameter in owned))
     outputs = [output for output in trace.outputs if output.requires_grad and bool(output.any())]

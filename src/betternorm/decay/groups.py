@@ -1,4 +1,4 @@
-"""Groups of parameters for an optimizer: weight decay on gamma and beta where it can act (section 3.3 of the paper)."""
+"""Optimizer parameter groups: weight decay on gamma and beta where it has an effect (section 3.3 of the paper)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from betternorm.decay.toward_one import TOWARD_ONE, check_decay
 from betternorm.decay.visit import guess_input
 from betternorm.display.tables import table
 
-#: The kinds of parameters that get no decay unless :func:`param_groups` is told otherwise.
+#: The kinds of parameters without weight decay by default.
 NO_DECAY = ("bias", "embedding", "position", "declared")
 
-# What a parameter for positions, or a token of its own, is called; their types do not tell.
+# Names of position embeddings and tokens, which have no type by which to recognize them.
 _POSITIONS = ("pos_emb", "position_emb", "relative_position", "cls_token", "class_token", "dist_token", "reg_token")
 
 
@@ -34,26 +34,29 @@ def param_groups(
     report: NormReport | None = None,
     norm_types: tuple[type[nn.Module], ...] = (),
 ) -> ParamGroups:
-    """Split the parameters of a model into groups for any torch optimizer, each parameter into exactly one.
+    """Split the parameters of a model into groups for any torch optimizer.
 
-    Weights are decayed; biases, embeddings and positional parameters are not; gammas and betas are where it can do
-    something. Print the result to see what each parameter got and why.
+    Weight decay applies to weights, not to biases, embeddings and position embeddings, and to gammas and betas where it
+    has an effect. Print the result for a table of all parameters with the reasons.
 
     Args:
-        model: any module. Norm layers are recognised by type: torch's, timm's, those of this library.
-        weight_decay: the decay of the weights.
-        norm_decay: the decay of gammas and betas. ``"auto"`` decays them by ``weight_decay`` in the layers that
-            :func:`~betternorm.norm_report` finds to act on the output, and not in the others. ``"all"`` and
-            ``"none"`` need no report, a number is a decay of their own for all of them.
-        gamma_target: 0, or 1 to put the gammas into a group of their own, for :func:`decay_toward_one`. Until that is
-            called on the optimizer they are decayed toward 0, which the paper found to be equally good.
-        no_decay: what gets no decay: any of ``"bias"`` (everything with at most one dimension), ``"embedding"``,
-            ``"position"`` (position embeddings and class tokens), ``"declared"`` (what ``no_weight_decay()`` of a timm
-            model names), or patterns for names, such as ``"head.*"``.
-        example_input: for ``"auto"``: what the model is called with. Guessed for image models and for networks that
+        model: any module. Norm layers are recognized by type: those of torch, timm and this library.
+        weight_decay: weight decay of the weights.
+        norm_decay: weight decay of gammas and betas. ``"auto"`` is ``weight_decay`` in the layers where
+            :func:`~betternorm.norm_report` measures an effect, and 0 in the others. ``"all"`` and ``"none"`` apply to
+            all layers without a report, and so does a number.
+        gamma_target: 0, or 1 to put the gammas into a separate group for :func:`decay_toward_one`. Until that function
+            is called on the optimizer, they decay toward 0.
+        no_decay: parameters without weight decay: any of ``"bias"`` (everything with at most one dimension),
+            ``"embedding"``, ``"position"`` (position embeddings and class tokens), ``"declared"`` (those listed by
+            ``no_weight_decay()`` of a timm model), or name patterns such as ``"head.*"``.
+        example_input: for ``"auto"``: what the model is called with. It is guessed for image models and for models that
             begin with a linear layer.
-        report: for ``"auto"``: a report that was made before.
-        norm_types: further classes to be taken as norm layers.
+        report: for ``"auto"``: an existing report.
+        norm_types: additional classes of norm layers.
+
+    Returns:
+        A list of parameter groups. Each parameter is in exactly one of them.
 
     Examples::
 
@@ -77,7 +80,7 @@ def param_groups(
         raise ValueError(f"{type(model).__name__} has no parameters")
     layers = norm_layers(model, norm_types)
     kinds, patterns = _exceptions(model, no_decay)
-    # From the general to the particular: each line overrules those above it.
+    # Later rules override earlier ones.
     rules = {parameter: (float(weight_decay), "a weight") for _, parameter in parameters}
     rules |= kinds
     rules |= _norm_rules(model, layers, weight_decay, norm_decay, report, example_input, norm_types)
@@ -108,7 +111,7 @@ def param_groups(
 
 @dataclass(frozen=True)
 class ParamRow:
-    """What one parameter got, and why."""
+    """Group and weight decay of one parameter, with the reason."""
 
     name: str
     shape: tuple[int, ...]
@@ -119,7 +122,7 @@ class ParamRow:
 
 
 class ParamGroups(list[dict[str, Any]]):
-    """Groups for an optimizer, that print as a table of what each parameter got and why (in ``rows``)."""
+    """Parameter groups for an optimizer. They print as a table of all parameters, which is also in ``rows``."""
 
     def __init__(self, groups: list[dict[str, Any]], rows: list[ParamRow]) -> None:
         super().__init__(groups)
@@ -147,25 +150,25 @@ def _norm_rules(
     example_input: Any,
     norm_types: tuple[type[nn.Module], ...],
 ) -> Rules:
-    """Decay and reason for each gamma and beta."""
+    """Weight decay and reason for each gamma and beta."""
     if norm_decay == "auto" and weight_decay and layers:
         if report is None:
             report = _quick_report(model, example_input, norm_types)
         known = {row.name: row for row in report}
         missing = [name for name in layers if name not in known]
         if missing:
-            raise ValueError(f"report knows nothing of the norm layer {missing[0]!r}; make it from this model")
-        judged = {
+            raise ValueError(f"report does not contain the norm layer {missing[0]!r}; create it from this model")
+        by_layer = {
             name: (float(weight_decay) if row.acts else 0.0, f"norm layer: {row.why}") for name, row in known.items()
         }
     else:
         decay = {"auto": weight_decay, "all": weight_decay, "none": 0.0}.get(str(norm_decay), norm_decay)
-        judged = dict.fromkeys(layers, (float(decay), f"norm layer, norm_decay={norm_decay!r}"))
+        by_layer = dict.fromkeys(layers, (float(decay), f"norm layer, norm_decay={norm_decay!r}"))
     rules: Rules = {}
     for name, layer in layers.items():
         for parameter in (p for part in gammas_and_betas(layer) for p in part):
-            # A parameter that layers share is decayed if it acts in any of them.
-            rules[parameter] = max(rules.get(parameter, judged[name]), judged[name])
+            # A shared parameter is decayed if that has an effect in any of its layers.
+            rules[parameter] = max(rules.get(parameter, by_layer[name]), by_layer[name])
     return rules
 
 
@@ -180,9 +183,9 @@ def _quick_report(model: nn.Module, example_input: Any, norm_types: tuple[type[n
 
 
 def _exceptions(model: nn.Module, no_decay: Iterable[str]) -> tuple[Rules, Rules]:
-    """The parameters that get no decay, with the reason: those of a kind, and those named by a pattern."""
+    """The parameters without weight decay, with the reason: by kind, and by name pattern."""
     if isinstance(no_decay, str):
-        raise ValueError(f"no_decay is the string {no_decay!r}; give a list of kinds or patterns")
+        raise ValueError(f"no_decay is the string {no_decay!r}; pass a list of kinds or patterns")
     wanted = list(no_decay)
     named = list(model.named_parameters(remove_duplicate=False))
     kinds: Rules = {}
@@ -198,12 +201,14 @@ def _exceptions(model: nn.Module, no_decay: Iterable[str]) -> tuple[Rules, Rules
         kinds |= {p: (0.0, "an embedding") for _, p in named if id(p) in embeddings}
     if "declared" in wanted:
         declared = _declared(model)
-        kinds |= {p: (0.0, "named by the model's no_weight_decay()") for name, p in named if name in declared}
+        kinds |= {p: (0.0, "listed by the model's no_weight_decay()") for name, p in named if name in declared}
     patterns: Rules = {}
     for pattern in (word for word in wanted if word not in NO_DECAY):
         matching: Rules = {p: (0.0, f"matches {pattern!r}") for name, p in named if fnmatchcase(name, pattern)}
         if not matching:
-            raise ValueError(f"no_decay has {pattern!r}, which is no kind ({', '.join(NO_DECAY)}) and matches no name")
+            raise ValueError(
+                f"no_decay has {pattern!r}, which is neither a kind ({', '.join(NO_DECAY)}) nor matches a name"
+            )
         patterns |= matching
     return kinds, patterns
 

@@ -1,4 +1,4 @@
-"""Which modules are norm layers, and their gammas and betas."""
+"""Norm layers of a model, and their gammas and betas."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from betternorm.third_party import OTHER_NORMS, imported_classes
 
 
 def norm_layers(model: nn.Module, norm_types: tuple[type[nn.Module], ...] = ()) -> dict[str, nn.Module]:
-    """The norm layers of a model by name, each once; a norm layer inside another belongs to the outer one."""
+    """The norm layers of a model by name, each once. A norm layer inside another one is part of it."""
     types = (*known_norm_types(), *norm_types)
-    found: dict[str, nn.Module] = {}
+    layers: dict[str, nn.Module] = {}
     inside: set[nn.Module] = set()
     for name, module in model.named_modules():
         if isinstance(module, types) and module not in inside:
-            found[name] = module
+            layers[name] = module
             inside.update(module.modules())
-    return found
+    return layers
 
 
 def gammas_and_betas(layer: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The scales and the shifts of a norm layer, with those of norm layers inside it."""
+    """The gammas and the betas of a norm layer, including those of norm layers inside it."""
     norms = [module for module in layer.modules() if module is layer or isinstance(module, known_norm_types())]
 
     def owned(attribute: str) -> list[nn.Parameter]:

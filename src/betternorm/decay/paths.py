@@ -1,4 +1,4 @@
-"""Whether a path from a norm layer to the output meets no other normalisation: the paper's criterion (section 3.3)."""
+"""Paths from norm layers to the output without another normalization: the paper's criterion (section 3.3)."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Trace:
 
 
 def trace_paths(visit: Visit, layers: Mapping[str, nn.Module], example_input: Any) -> Trace:
-    """One forward pass, with a copy of each norm layer's output as a mark in the autograd graph.
+    """Run one forward pass, and mark each norm layer in the autograd graph by a copy of its output.
 
-    The copy is what makes the mark last: an in-place operation on the output itself (a ReLU, often) would replace the
-    node that produced it where that output is a view.
+    Without the copy, an in-place operation on the output (often a ReLU) would replace the node that produced it if the
+    output is a view.
     """
     marks: dict[Node, tuple[str, bool]] = {}
     calls = dict.fromkeys(layers, 0)
@@ -52,7 +52,7 @@ def trace_paths(visit: Visit, layers: Mapping[str, nn.Module], example_input: An
             if marked.grad_fn is None:
                 unseen.add(name)
             else:
-                marks[marked.grad_fn] = (name, _normalises(layer))
+                marks[marked.grad_fn] = (name, _normalizes(layer))
             return marked
 
         return hook
@@ -75,7 +75,7 @@ def trace_paths(visit: Visit, layers: Mapping[str, nn.Module], example_input: An
             "wrap the model so that it returns its outputs"
         )
     if not all(bool(output.isfinite().all()) for output in outputs):
-        raise ValueError("the output has infinities or NaN in it, so no effect can be measured")
+        raise ValueError("the output contains NaN or infinity, so effects cannot be measured")
     roots = [output.grad_fn for output in outputs if output.grad_fn is not None]
     inputs = input_tensors(example_input)
     return Trace(
@@ -89,13 +89,13 @@ def trace_paths(visit: Visit, layers: Mapping[str, nn.Module], example_input: An
     )
 
 
-def _normalises(layer: nn.Module) -> bool:
-    """A batch norm that its owner keeps in evaluation mode, with moving averages, is a fixed scale and shift."""
+def _normalizes(layer: nn.Module) -> bool:
+    """A batch norm with moving averages that is kept in evaluation mode is a fixed scale and shift."""
     return layer.training or not (isinstance(layer, _NormBase) and layer.running_mean is not None)
 
 
 def _reached(roots: Iterable[Node], marks: Mapping[Node, tuple[str, bool]]) -> set[str]:
-    """The layers with a path to the output that meets no other normalisation."""
+    """The layers with a path to the output without another normalization."""
 
     def ends_path(node: Node) -> bool:
         return marks[node][1] if node in marks else _is_functional_norm(node)
@@ -133,7 +133,7 @@ def _parents(node: Node) -> list[Node]:
 
 
 def _is_functional_norm(node: Node) -> bool:
-    """Whether a node is a normalisation that was called as a function, outside any norm layer."""
+    """Whether a node is a normalization called as a function, outside of norm layers."""
     name = node.name()
     if "BatchNorm" in name:
         return bool(getattr(node, "_saved_training", True))

@@ -1,8 +1,8 @@
-"""The norm layers of a network, and how far decay on their gamma and beta can act (section 3.3 of the paper).
+"""Report of norm layers and of where weight decay on gamma and beta has an effect (section 3.3 of the paper).
 
-Weight decay on gamma and beta regularises only where no later normalisation undoes it. Two answers are given for
-every layer: whether a *path* to the output meets no other normalisation, which is the paper's criterion, and the
-measured *effect* of scaling the layer on the output, which is finer.
+Weight decay on gamma and beta regularizes only if no later normalization undoes it. Two criteria are reported for each
+layer: whether it has a *path* to the output without another normalization, as in the paper, and the measured *effect*
+on the output of scaling the layer.
 """
 
 from __future__ import annotations
@@ -37,34 +37,38 @@ def norm_report(
     norm_types: tuple[type[nn.Module], ...] = (),
     progress: bool | None = False,
 ) -> NormReport:
-    r"""Say of every norm layer what it is, whether decay on its gamma and beta can act, and what is advised.
+    r"""List the norm layers of a model, whether weight decay on gamma and beta has an effect, and a recommendation.
 
-    The *path* is read off the autograd graph of one forward pass, so any model that runs will do, whatever its
-    control flow. The *effect* compares the output :math:`y` with the output :math:`y_c` after the gamma and beta of
-    one layer were multiplied by :math:`c`:
+    The *path* is read from the autograd graph of one forward pass, which works for any control flow. The *effect*
+    compares the output :math:`y` with the output :math:`y_c` after multiplying gamma and beta of one layer by
+    :math:`c`:
 
     .. math:: \frac{\lVert y_c - y \rVert}{\lVert y_c \rVert + \lVert y \rVert} \Big/ \frac{|c - 1|}{c + 1}
 
-    averaged over c = 1/2 and c = 2 and cut off at 1. It is 0 where a later normalisation undoes the scaling and 1
-    where the output scales along. With several outputs the largest effect counts. ``joint_effect`` is the same for all
-    layers without a path scaled together, as decay at a common rate does: often 0 where none of the single effects is,
-    for a normalisation undoes the scaling of a sum whose terms are scaled alike.
+    averaged over c = 1/2 and c = 2 and clipped at 1. It is 0 if a later normalization undoes the scaling, and 1 if the
+    output is proportional to c. For several outputs it is the largest of their effects. If an output is mostly a
+    constant, as in a regression with a large bias, the constant is subtracted. ``joint_effect`` is the effect of
+    scaling all layers without a path together, as weight decay does. It is often 0 even if the single effects are not,
+    because a normalization undoes the scaling of a sum whose terms are all scaled by the same factor.
 
-    Everything is measured in training mode, with the statistics of the batch and without dropout or stochastic depth,
-    and at the present weights. A gamma or a weight matrix that is all zero (the last gamma of a residual branch, a
-    fresh classifier) would hide what lies behind it; while measuring, such a gamma is 1 and such a matrix is random,
-    and the eps of the norm layers is a thousandth of its value. Parameters, buffers, modes and random state are left
-    as they were, bit by bit.
+    Everything is measured in training mode at the current weights, with batch statistics and without dropout or
+    stochastic depth. Gammas and weight matrices that are all zero (the last gamma of a residual branch, a new
+    classifier) and layer scales that are close to zero (ConvNeXt, ReZero) would hide the layers before them. While
+    measuring, these gammas and scales are set to 1, these matrices are random, and eps is reduced to a thousandth.
+    Parameters, buffers, modes and random state are restored exactly.
 
     Args:
-        model: any module. Its norm layers are recognised by type: torch's, timm's, those of this library.
-        example_input: what the model is called with: a tensor, a tuple of arguments or a dict of keywords.
-        batch_size: the batch size of training, for the number of values per group. Default: the example's.
-        quick: estimate the effects of all layers at once from three backward passes, instead of measuring each with
-            two forward passes. It is the effect of small changes, right to within a factor of about three, and 0 where
-            scaling is undone.
-        norm_types: further classes to be taken as norm layers, with their gamma in ``weight`` and beta in ``bias``.
-        progress: show a bar; None shows it on a terminal.
+        model: any module. Norm layers are recognized by type: those of torch, timm and this library.
+        example_input: what the model is called with: a tensor, a tuple of arguments or a dict of keyword arguments.
+        batch_size: the training batch size, for the number of values per group. Default: that of the example.
+        quick: estimate the effects of all layers from three backward passes, instead of measuring each with two forward
+            passes. This is the effect of small changes. It is accurate to a factor of about three, and 0 if the scaling
+            is undone.
+        norm_types: additional classes of norm layers, with gamma in ``weight`` and beta in ``bias``.
+        progress: whether to show a progress bar; None shows it on a terminal.
+
+    Returns:
+        The report: iterate over it for the rows, print it for a table, or draw it with ``to_svg()``.
 
     Examples::
 
@@ -75,12 +79,10 @@ def norm_report(
     """
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}; it must be 1 or more")
-    model = getattr(model, "_orig_mod", model)  # a compiled module has no modules of its own to look at
+    model = getattr(model, "_orig_mod", model)  # the model inside a compiled module
     layers = norm_layers(model, norm_types)
     if not layers:
-        raise ValueError(
-            f"{type(model).__name__} has no norm layers; classes of your own can be named with norm_types=(...)"
-        )
+        raise ValueError(f"{type(model).__name__} has no norm layers; pass additional classes with norm_types=(...)")
     with Visit(model) as visit:
         visit.fill_zeros(layers)
         visit.shrink_eps(layers)
@@ -90,7 +92,7 @@ def norm_report(
             effects = estimate_effects(trace, scaled)
         else:
             base = [output.detach() for output in trace.outputs]
-            trace.outputs.clear()  # lets the graph go before the other passes need the memory
+            trace.outputs.clear()  # frees the graph before the other passes need the memory
             effects = measure_effects(visit, scaled, example_input, base, progress)
     batch = batch_size or trace.batch_size
     return NormReport(
@@ -106,8 +108,8 @@ def norm_report(
 class NormLayer:
     """One row of a :class:`NormReport`.
 
-    ``path`` is None where it cannot be read (the layer was not called, or ran without gradients), ``effect`` is None
-    where there is no gamma or beta to scale.
+    ``path`` is None if it is unknown (the layer was not called, or ran without gradients), and ``effect`` is None if
+    the layer has no gamma or beta.
     """
 
     name: str
@@ -123,12 +125,12 @@ class NormLayer:
 
     @property
     def acts(self) -> bool:
-        """Whether decay on this layer's gamma and beta can act."""
+        """Whether weight decay on gamma and beta of this layer has an effect."""
         return self.effect is not None and self.effect > ACTS
 
 
 class NormReport:
-    """What :func:`norm_report` found: rows to iterate over, a table to print, a picture to draw."""
+    """The result of :func:`norm_report`: an iterable of rows that prints as a table."""
 
     def __init__(
         self,
@@ -155,12 +157,12 @@ class NormReport:
 
     @property
     def with_path(self) -> list[NormLayer]:
-        """The layers with a path to the output that meets no other normalisation."""
+        """The layers with a path to the output without another normalization."""
         return [layer for layer in self.layers if layer.path]
 
     @property
     def with_effect(self) -> list[NormLayer]:
-        """The layers whose scaling the output feels."""
+        """The layers whose scaling has an effect on the output."""
         return [layer for layer in self.layers if layer.acts]
 
     def to_dict(self) -> dict[str, Any]:
@@ -201,20 +203,20 @@ class NormReport:
         )
 
     def summary(self) -> str:
-        """The counts, in one line."""
+        """A one-line summary."""
         layers, estimated = f"norm layer{'s' * (len(self) != 1)}", "estimated " if self.quick else ""
         text = (
             f"{len(self)} {layers} at batch size {self.batch_size}: {len(self.with_path)} with a path to the output, "
-            f"{len(self.with_effect)} whose {estimated}effect is above {ACTS}"
+            f"{len(self.with_effect)} with an {estimated}effect above {ACTS}"
         )
         if self.joint_effect is not None:
-            text += f"; effect of those without a path together: {self.joint_effect:.3f}"
+            text += f"; joint effect of those without a path: {self.joint_effect:.3f}"
         return text
 
     def to_svg(self) -> str:
-        """The norm layers as a graph from input to output, darker where scaling has more effect."""
+        """Draw the norm layers as a graph from input to output; darker layers have a larger effect."""
         if len(self) > _LARGEST_PICTURE:
-            raise ValueError(f"{len(self)} norm layers are too many to draw; up to {_LARGEST_PICTURE} can be")
+            raise ValueError(f"{len(self)} norm layers are too many to draw; the limit is {_LARGEST_PICTURE}")
         return draw(self)
 
 
@@ -247,15 +249,15 @@ def _advise_decay(called: bool, path: bool | None, effect: float | None) -> tupl
     if effect is None:
         return "-", "has no gamma and no beta"
     if effect > ACTS and path:
-        return "decay", "a path to the output meets no other normalisation, so decay regularises"
+        return "decay", "has a path to the output without another normalization, so weight decay regularizes"
     if effect > ACTS:
         return (
             "decay",
-            "every path meets another normalisation, but what joins or bends on the way is not undone by it",
+            "every path has another normalization, which does not undo the scaling completely",
         )
     if path:
-        return "no decay", "there is a path to the output, but at the present weights scaling hardly changes it"
-    return "no decay", "a later normalisation undoes it, so decay would only change the effective learning rate"
+        return "no decay", "has a path to the output, but scaling hardly changes it at the current weights"
+    return "no decay", "a later normalization undoes it; weight decay would only change the effective learning rate"
 
 
 def _channels(layer: nn.Module) -> int | None:
@@ -269,7 +271,7 @@ def _channels(layer: nn.Module) -> int | None:
 
 
 def _grouping(layer: nn.Module, shape: torch.Size | None, batch_size: int) -> tuple[str, int | None]:
-    """What the statistics are taken over, in words, and how many values that is at this batch size."""
+    """What the statistics are computed over, as text, and the number of values at this batch size."""
     positions = None if shape is None else math.prod(shape[2:])
     if isinstance(layer, _InstanceNorm):
         return "1 channel, 1 example", positions

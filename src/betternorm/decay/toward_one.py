@@ -1,4 +1,4 @@
-"""Decay of gamma toward 1, in any optimizer of torch (section 3.3 of the paper)."""
+"""Weight decay of gamma toward 1, for any torch optimizer (section 3.3 of the paper)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor, nn, optim
 
 from betternorm.decay.norms import gammas_and_betas, norm_layers
 
-# The option of an optimizer's group that says which of its parameters are gammas on their way to 1. Options are saved
-# with the optimizer's state.
+# The option of a parameter group that lists which of its parameters decay toward 1. Options are saved in the
+# optimizer's state_dict.
 TOWARD_ONE = "decay_toward_one"
 
 
@@ -24,7 +24,7 @@ def decay_toward_one(
     decoupled: bool | None = None,
     norm_types: tuple[type[nn.Module], ...] = (),
 ) -> TowardOne:
-    r"""Let an optimizer decay gammas toward 1 instead of 0, exactly as it decays everything else toward 0.
+    r"""Make an optimizer decay gammas toward 1 instead of 0.
 
     A coupled optimizer (SGD, Adam) adds :math:`\lambda (\gamma - 1)` to the gradient of gamma, the derivative of the
     penalty :math:`\frac{\lambda}{2} (\gamma - 1)^2`; a decoupled one (AdamW) moves gamma by
@@ -32,27 +32,28 @@ def decay_toward_one(
     changes of ``weight_decay`` in the groups, and work with foreach and fused optimizers, closures and gradient
     scaling.
 
-    Which gammas are decayed is written into the optimizer's groups, so it is saved and loaded with the optimizer's
-    state; call this function again on an optimizer that was built anew, before or after loading.
+    The selected gammas are stored in the parameter groups, so they are part of the optimizer's ``state_dict``. Call
+    this function again on a new optimizer, before or after loading its state.
 
     Args:
-        optimizer: from groups of :func:`param_groups` with ``gamma_target=1``, only the gammas there are decayed toward
-            1; otherwise every gamma of the model that the optimizer holds.
-        model: the model whose norm layers have the gammas.
-        weight_decay: the decay of gammas. Default: that of the optimizer's group.
-        decoupled: whether the optimizer's decay is decoupled from the gradient. Known for the optimizers of torch.
-        norm_types: further classes to be taken as norm layers.
+        optimizer: if it was created from :func:`param_groups` with ``gamma_target=1``, the gammas in that group decay
+            toward 1, otherwise all gammas of the model that the optimizer has.
+        model: the model.
+        weight_decay: weight decay of the gammas. Default: that of the parameter group.
+        decoupled: whether the optimizer's weight decay is decoupled from the gradient. Only needed for optimizers that
+            are not torch's.
+        norm_types: additional classes of norm layers.
 
     Returns:
-        a handle whose ``remove()`` leaves the optimizer as it was.
+        A handle whose ``remove()`` restores the optimizer.
     """
     if weight_decay is not None:
         check_decay("weight_decay", weight_decay)
     if optimizer in _active:
-        raise ValueError("this optimizer decays gammas toward 1 already; call remove() on the first handle before")
+        raise ValueError("this optimizer already decays gammas toward 1; call remove() on the first handle before")
     for group in optimizer.param_groups:
         if "weight_decay" not in group:
-            raise ValueError(f"{type(optimizer).__name__} has no weight_decay, so there is nothing to redirect")
+            raise ValueError(f"{type(optimizer).__name__} has no weight_decay, which decay toward 1 needs")
         _is_decoupled(optimizer, group, decoupled)
     before = [group.get(TOWARD_ONE) for group in optimizer.param_groups]
     if not any(before):
@@ -69,7 +70,7 @@ def decay_toward_one(
 
 
 class TowardOne:
-    """Decay of gammas toward 1 at work in an optimizer; ``remove()`` ends it and restores the optimizer."""
+    """Handle for the decay of gammas toward 1 in an optimizer."""
 
     def __init__(self, optimizer: optim.Optimizer, decoupled: bool | None, before: list[Any]) -> None:
         self._optimizer = weakref.ref(optimizer)
@@ -85,7 +86,7 @@ class TowardOne:
         ]
 
     def remove(self) -> None:
-        """Take decay toward 1 out of the optimizer again."""
+        """Stop decay toward 1 and restore the optimizer."""
         for hook in self._hooks:
             hook.remove()
         optimizer = self._optimizer()
@@ -106,14 +107,14 @@ class TowardOne:
         if closure is None:
             self._redirect_gradients(optimizer)
             return None
-        wrapped = self._around(closure, optimizer)  # the gradients are only there when the closure has run
+        wrapped = self._around(closure, optimizer)  # the closure computes the gradients
         if positional:
             return (arguments[0], wrapped, *arguments[2:]), keywords
         return arguments, {**keywords, "closure": wrapped}
 
     def _after_step(self, optimizer: optim.Optimizer, *_: Any) -> None:
         self._restore_gradients()
-        found_inf = getattr(optimizer, "found_inf", None)  # a fused optimizer skips the step by itself
+        found_inf = getattr(optimizer, "found_inf", None)  # a fused optimizer skips the step itself
         with torch.no_grad():
             for gamma, move in self._moves:
                 if gamma.grad is not None:
@@ -121,7 +122,7 @@ class TowardOne:
         self._moves = []
 
     def _after_load(self, optimizer: optim.Optimizer) -> None:
-        """A state saved with decay toward 1 brings its own choice; one saved without it leaves ours."""
+        """Keep the selected gammas if the loaded state has none."""
         if not any(group.get(TOWARD_ONE) for group in optimizer.param_groups):
             for group, chosen in zip(optimizer.param_groups, self._chosen, strict=False):
                 if chosen is not None:
@@ -137,8 +138,8 @@ class TowardOne:
         return evaluate
 
     def _redirect_gradients(self, optimizer: optim.Optimizer) -> None:
-        """What the optimizer will add as decay toward 0 is turned into decay toward 1, in a copy of the gradient."""
-        scale = getattr(optimizer, "grad_scale", None)  # set where a fused optimizer is to unscale by itself
+        """Change a copy of the gradient such that the optimizer's decay toward 0 becomes decay toward 1."""
+        scale = getattr(optimizer, "grad_scale", None)  # set if a fused optimizer unscales the gradient itself
         for group in optimizer.param_groups:
             if _is_decoupled(optimizer, group, self._decoupled):
                 continue
@@ -183,9 +184,9 @@ _COUPLED = (
 )
 
 
-def _is_decoupled(optimizer: optim.Optimizer, group: dict[str, Any], told: bool | None) -> bool:
-    if told is not None:
-        return told
+def _is_decoupled(optimizer: optim.Optimizer, group: dict[str, Any], decoupled: bool | None) -> bool:
+    if decoupled is not None:
+        return decoupled
     if isinstance(optimizer, _DECOUPLED):
         return True
     if "decoupled_weight_decay" in group:
@@ -193,24 +194,24 @@ def _is_decoupled(optimizer: optim.Optimizer, group: dict[str, Any], told: bool 
     if isinstance(optimizer, _COUPLED):
         return False
     raise ValueError(
-        f"{type(optimizer).__name__} is not an optimizer of torch: say decoupled=True if it decays the parameters "
-        "themselves, as AdamW, or decoupled=False if it adds to the gradient, as SGD"
+        f"{type(optimizer).__name__} is not an optimizer of torch; pass decoupled=True if it decays the parameters "
+        "directly, like AdamW, or decoupled=False if it adds to the gradient, like SGD"
     )
 
 
 def _choose(optimizer: optim.Optimizer, gammas: set[nn.Parameter], weight_decay: float | None) -> None:
-    """Write into the groups which of their parameters are decayed toward 1."""
+    """Store in the parameter groups which of their parameters decay toward 1."""
     positions = [
         [i for i, parameter in enumerate(group["params"]) if parameter in gammas] for group in optimizer.param_groups
     ]
     if not any(positions):
-        raise ValueError("the optimizer holds none of the model's gammas")
-    held = [group for group, found in zip(optimizer.param_groups, positions, strict=True) if found]
-    if weight_decay is None and not any(group["weight_decay"] for group in held):
-        raise ValueError("weight_decay is 0 in every group with gammas; say how much, as in weight_decay=5e-4")
-    for group, found in zip(optimizer.param_groups, positions, strict=True):
-        if found:
-            group[TOWARD_ONE] = {"gammas": found, "weight_decay": weight_decay}
+        raise ValueError("the optimizer has none of the model's gammas")
+    with_gammas = [group for group, indices in zip(optimizer.param_groups, positions, strict=True) if indices]
+    if weight_decay is None and not any(group["weight_decay"] for group in with_gammas):
+        raise ValueError("weight_decay is 0 in all groups with gammas; pass a value, for example weight_decay=5e-4")
+    for group, indices in zip(optimizer.param_groups, positions, strict=True):
+        if indices:
+            group[TOWARD_ONE] = {"gammas": indices, "weight_decay": weight_decay}
 
 
 def _gammas_of(group: dict[str, Any]) -> list[Tensor]:
@@ -219,7 +220,7 @@ def _gammas_of(group: dict[str, Any]) -> list[Tensor]:
 
 
 def _change_of_decay(group: dict[str, Any], gamma: Tensor) -> Tensor:
-    """The wanted wd' (gamma - 1) less the wd gamma that the optimizer adds by itself."""
+    """wd' (gamma - 1), minus the wd gamma that the optimizer itself adds."""
     own, wanted = group["weight_decay"], group[TOWARD_ONE]["weight_decay"]
     wanted = own if wanted is None else wanted
     change: Tensor = (wanted - own) * gamma - wanted

@@ -1,4 +1,4 @@
-"""Running a model in training mode without leaving a trace in it."""
+"""Running a model in training mode and restoring it exactly."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from betternorm import example
 from betternorm.decay.norms import gammas_and_betas
 from betternorm.third_party import RANDOM_DEPTH, imported_classes
 
-# Of a layer's eps while measuring: what eps keeps a normalisation from undoing, deep networks amplify.
+# Factor for eps while measuring. eps keeps a normalization from undoing a scaling completely, and deep models amplify
+# this.
 _EPS_LEFT = 1e-3
 
 # Layer scales are initialized with 1e-6 to 1e-4, and ReZero's with 0.
@@ -23,7 +24,7 @@ _NOT_SCALES = ("bias", "beta", "token", "pos", "embed", "query")
 
 
 class Visit:
-    """A visit to a model: training mode and gradients for everything inside, and all as before at the end."""
+    """A context in which a model is in training mode with gradients for all parameters. It is restored at the end."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -64,7 +65,7 @@ class Visit:
             module.eps = eps
 
     def run(self, example_input: Any, grad: bool = False) -> Any:
-        """One forward pass; every one starts from the same buffers and the same random state."""
+        """Run one forward pass. Each starts from the same buffers and the same random state."""
         self._restore_buffers()  # before and not after: autograd refuses buffers that changed since the pass
         return example.run(self.model, example_input, grad)
 
@@ -92,7 +93,7 @@ class Visit:
                 parameter.copy_(value)
 
     def shrink_eps(self, layers: Mapping[str, nn.Module]) -> None:
-        """Let normalisations undo what they would undo but for their eps."""
+        """Reduce eps, so that normalizations undo scalings almost completely."""
         modules: list[Any] = [module for layer in layers.values() for module in layer.modules()]
         self._eps = [(module, module.eps) for module in modules if isinstance(getattr(module, "eps", None), float)]
         for module, eps in self._eps:
@@ -122,7 +123,7 @@ def _layer_scales(model: nn.Module) -> set[nn.Parameter]:
 
 
 def guess_input(model: nn.Module, batch_size: int = 4) -> Tensor:
-    """A random batch that the model accepts: by timm's configuration, or by the first layer and usual image sizes."""
+    """Return a random batch that the model accepts, from timm's configuration or the first layer and common sizes."""
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}; it must be 1 or more")
     generator = torch.Generator().manual_seed(0)
@@ -136,7 +137,7 @@ def guess_input(model: nn.Module, batch_size: int = 4) -> Tensor:
                 continue
             return guess
     raise ValueError(
-        f"no example input could be guessed for {type(model).__name__}: give one, such as "
+        f"no example input could be guessed for {type(model).__name__}; pass one, for example "
         f"example_input=torch.randn({batch_size}, 3, 224, 224)"
     )
 

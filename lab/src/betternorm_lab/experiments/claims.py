@@ -16,7 +16,8 @@ RULE = (
     f"A claim states where a difference lies, for example above 0. It is *replicated* if the {stats.CONFIDENCE:.0%} "
     "interval of the difference lies in that range, and the *opposite effect* if it lies outside. If the interval lies "
     "within the margin of equivalence, the verdict is *equivalent* if it includes 0, and *significant but negligible* "
-    "if not; a claim of equivalence is then replicated. Everything else is *inconclusive*. Different models are "
+    "if not; a claim of equivalence is then replicated. Everything else is *inconclusive*, or "
+    "*not tested* if there are no runs or the models are undertrained. Different models are "
     "compared by Welch's t-test, two readings of the same models by the paired t-test, and by an exact test if all "
     "runs agree. P values are two-sided, given with and without Holm's correction for the claims of the page. These "
     "runs are exploratory: the primary claims are on the evidence page. The "
@@ -146,7 +147,7 @@ def together(claim: str, parts: Sequence[Verdict], *, id: str = "") -> Verdict:
 def not_tested(verdicts: Sequence[Verdict], reason: str) -> list[Verdict]:
     """The same claims as not tested, such as those of a setting in which the models did not train."""
     return [
-        replace(one, outcome=Outcome.NOT_TESTED, evidence=f"{reason}. {one.evidence}", p=None, difference=None)
+        replace(one, outcome=Outcome.NOT_TESTED, evidence=f"{reason}: {one.evidence}", p=None, difference=None)
         for one in verdicts
     ]
 

@@ -64,7 +64,8 @@ def tally(verdicts: Iterable[Verdict]) -> str:
 def page(result: Result, name: str, data: str = "") -> str:
     """The page of an experiment, whose figures are in the folder ``name``; ``data`` links to the table of trials."""
     parts = [f"# {_plain(result.title)}", f"*{subtitle(result)}*"]
-    parts += map(_plain, result.notes.split("\n\n"))
+    lead, *notes = map(_plain, result.notes.split("\n\n"))
+    parts.append(lead)
     if result.verdicts:
         rows = [[verdict.claim, f"**{verdict.outcome.value}**", verdict.evidence] for verdict in result.verdicts]
         parts += ["## Claims", table(["claim", "outcome", "evidence"], rows)]
@@ -73,6 +74,7 @@ def page(result: Result, name: str, data: str = "") -> str:
         parts += [f"## {title}", f"![{title}]({name}/figure-{number}.svg)"]
     for one in result.tables:
         parts += [f"## {_plain(one.title)}", table(one.headers, one.rows)]
+    parts += ["## Notes", *notes] if notes else []
     parts += ["## Provenance", f"```sh\n{result.command}\n```"]
     if data:
         parts.append(f"The table of all trials, with their settings and measurements: [{Path(data).name}]({data}).")

@@ -55,6 +55,7 @@ class Network:
     batch_size: int = 100
     steps: int = 120
     many: int | None = None  # a second fit on so many images
+    strengths: tuple[float, ...] = STRENGTHS  # evaluated
 
 
 def _checkpoint(build: Callable[[], nn.Module], file: str, weights: Path) -> nn.Module:
@@ -88,6 +89,7 @@ NETWORKS: dict[str, Network] = {
         judge=150,
         batch_size=16,
         steps=50,
+        strengths=(0.25, 0.5, 1.0),
     ),
     "ResNet-32": _cifar100(32),
     "ResNet-8": _cifar100(8, many=2000),
@@ -178,7 +180,7 @@ def measure_builtin(name: str, network: Network, images: int, arguments: argpars
     folds = [_by_layer(parameters, result.fitted) for parameters in torch.load(file, weights_only=True)["fits"]]
 
     def evaluate(images: Tensor, key: str, fold: int) -> None:
-        for strength in STRENGTHS:
+        for strength in sorted({*network.strengths, *(r.chosen for r in results.values() if r.chosen)}):
             set_alpha(model, {n: result.baseline + strength * (a - result.baseline) for n, a in folds[fold].items()})
             found[f"{key}|{strength}"] = right(model, images, judged.labels, network.batch_size)
         set_alpha(model, result.baseline)
@@ -229,7 +231,7 @@ def measure_common(name: str, network: Network, arguments: argparse.Namespace) -
     found["chosen|layer|None"] = np.array(layer.chosen)
     set_alpha(model, baseline)
     methods["baseline"] = partial(_alpha, model, baseline)
-    for strength in STRENGTHS:
+    for strength in sorted({*network.strengths, *(r.chosen for r in results.values() if r.chosen)}):
         methods[f"channel, strength {strength}"] = partial(_alpha, model, _scaled(channel, strength))
     methods["per layer"] = partial(_alpha, model, _scaled(layer, layer.chosen))
     if baseline == 0:
@@ -489,8 +491,9 @@ def change(before: np.ndarray, after: np.ndarray) -> tuple[float, float, float]:
 
 def builtin_rows(name: str, images: int, values: Values) -> dict[str, Any]:
     """Clean and corrupted accuracy along the strength curve, and at the strengths that the rules chose."""
-    clean = {s: np.mean([values[f"clean{fold}|{s}"] for fold in range(FOLDS)], 0) for s in (0.0, *STRENGTHS)}
-    corrupted = {s: np.stack([values[f"{kind}|{s}"] for kind in KINDS]) for s in (0.0, *STRENGTHS)}
+    strengths = sorted(float(key.partition("|")[2]) for key in values if key.startswith("clean0|"))
+    clean = {s: np.mean([values[f"clean{fold}|{s}"] for fold in range(FOLDS)], 0) for s in strengths}
+    corrupted = {s: np.stack([values[f"{kind}|{s}"] for kind in KINDS]) for s in strengths}
     curve = [
         {
             "strength": s,
@@ -501,7 +504,7 @@ def builtin_rows(name: str, images: int, values: Values) -> dict[str, Any]:
             "estimated clean change": 100 * float(values[f"estimate|{s}"][0] - values["estimate|0.0"][0]),
             "by kind": {kind: 100 * float(values[f"{kind}|{s}"].mean()) for kind in KINDS},
         }
-        for s in (0.0, *STRENGTHS)
+        for s in strengths
     ]
     chosen = {rule: float(values[f"chosen|{rule}"]) for rule in ("None", "0.5", "3.0")}
     return {"network": name, "images": images, "judged on": clean[0.0].size, "chosen": chosen, "curve": curve}
@@ -526,7 +529,8 @@ def common_rows(name: str, values: Values) -> dict[str, Any]:
     # Against one linear alpha, at the largest strength with at least its clean accuracy.
     against = {}
     for method in (m for m in methods if m.startswith("linear")):
-        allowed = [s for s in STRENGTHS if rows[f"channel, strength {s}"]["clean"] >= rows[method]["clean"]]
+        strengths = [float(m.rpartition(" ")[2]) for m in methods if m.startswith("channel")]
+        allowed = [s for s in strengths if rows[f"channel, strength {s}"]["clean"] >= rows[method]["clean"]]
         own = f"channel, strength {max(allowed)}" if allowed else "baseline"
         against[method] = {"method": own, "difference": change(stacked[method], stacked[own])}
     mixing = change(stacked["one alpha"], stacked["linear, tuned"]) if "linear, tuned" in methods else None
@@ -584,10 +588,10 @@ def estimate_table(rows: Sequence[Mapping[str, Any]]) -> str:
         "| --- | ---: " + "| --- " * len(STRENGTHS) + "|",
     ]
     for row in rows:
+        at = {point["strength"]: point for point in row["curve"]}
         cells = [
-            f"{point['estimated clean change']:+.1f} / {point['clean change'][0]:+.1f}"
-            for point in row["curve"]
-            if point["strength"]
+            f"{at[s]['estimated clean change']:+.1f} / {at[s]['clean change'][0]:+.1f}" if s in at else ""
+            for s in STRENGTHS
         ]
         lines.append(f"| {row['network']} | {row['images']} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -673,7 +677,7 @@ def figure(results: Mapping[str, Any], path: Path) -> None:
     left.set_title("built-in corruptions, none of them fitted", fontsize=10)
     for color, result in zip(colors, results["common"], strict=False):
         rows = result["rows"]
-        points = [rows["baseline"], *(rows[f"channel, strength {s}"] for s in STRENGTHS)]
+        points = [rows["baseline"], *(rows[k] for k in rows if k.startswith("channel"))]
         across, up = ([point[key][0] for point in points] for key in ("clean change", "corrupted change"))
         right.plot(across, up, marker="o", markersize=3.5, color=color, label=result["network"])
         for method, mark in (("linear 0.1000", "x"), ("one alpha", "+"), ("gamma and beta", "^")):

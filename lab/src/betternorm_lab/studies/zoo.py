@@ -11,7 +11,7 @@ with two images of the smallest size that it accepts. Checked, with the largest 
 Families take turns, each from its smallest model on, so an interrupted run covers all families. Finished models are
 skipped when the run is repeated.
 
-    python -m betternorm_lab.studies.zoo [--family resnet] [--limit 50] [--json zoo.json] [--page docs/zoo.md]
+    python -m betternorm_lab.studies.zoo [--family resnet] [--limit 50] [--json zoo.json] [--page docs/compatibility.md]
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ LARGEST = 250e6  # parameters: 1 GB
 ALPHA, LAYERS = 0.1, 3
 TOLERANCE = 1e-4
 OK = ("ok", "no batch norm")
+BEGIN, END = "<!-- the table: written by make zoo -->\n", "<!-- end of the table of make zoo -->\n"
 
 
 def main() -> int:
@@ -50,7 +51,7 @@ def main() -> int:
     parser.add_argument("--family", default="", help="only families that begin with this")
     parser.add_argument("--limit", type=int, help="stop after this many models with batch norm")
     parser.add_argument("--json", type=Path, help="rows, one per model; models in it are skipped")
-    parser.add_argument("--page", type=Path, help="write the table to this Markdown page")
+    parser.add_argument("--page", type=Path, help="write the table to this Markdown page, between its two comments")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -69,7 +70,8 @@ def main() -> int:
             bar.advance(note=name)
     rows = list(results_by_name.values())
     if arguments.page:
-        arguments.page.write_text(page(rows, names))
+        before, _, rest = arguments.page.read_text().partition(BEGIN)
+        arguments.page.write_text(before + BEGIN + page(rows, names) + END + rest.partition(END)[2])
     return report(rows)
 
 
@@ -292,7 +294,7 @@ def report(rows: list[dict[str, Any]]) -> int:
 
 
 def page(rows: list[dict[str, Any]], names: list[str]) -> str:
-    """A Markdown page with one line per family, and one per model that is not "ok"."""
+    """A Markdown section with one row per family, and one per model that is not "ok"."""
     families: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         if row["finding"] != "no batch norm":
@@ -307,36 +309,36 @@ def page(rows: list[dict[str, Any]], names: list[str]) -> str:
         if done:
             cells = (name, str(len(done)), share(done, "folded", "norms"), worst(done, "error"), reparameterized(done))
             lines.append(f"| {' | '.join((*cells, worst(done, 'error after')))} |")
-    left = f" {len(names) - len(rows)} further models have not been run." if len(rows) < len(names) else ""
+    left = ""
+    if len(rows) < len(names):
+        left = f"Of {len(names)} architectures with and without batch norm, {len(names) - len(rows)} were not run.\n"
     text = [
         HEAD.format(left=left, **versions(), **totals),
         *lines,
         "",
-        "## Models without a result",
-        "",
-        "| model | finding |",
-        "| --- | --- |",
-        *(f"| `{row['name']}` | {row['finding']} |" for row in sorted(others, key=lambda row: row["name"])),
     ]
+    if others:
+        text += ["| model without a result | reason |", "| --- | --- |"]
+        text += [f"| `{row['name']}` | {row['finding']} |" for row in sorted(others, key=lambda row: str(row["name"]))]
     return "\n".join(text) + "\n"
 
 
-HEAD = """# timm and torchvision models
+HEAD = """
+`make zoo` builds the classification models of timm {timm} and torchvision {torchvision} that contain batch norm (torch
+{torch}, random weights and statistics, two images), and checks that `convert`, `set_alpha`, `fold` and timm's
+`reparameterize_model` are correct together. The alpha of the first, the middle and the last batch norm layer is 0.1,
+and all others are folded where that is exact. Errors are the largest difference of an output relative to the largest
+output, in float32; the table has the largest of each family.
 
-`make zoo` builds every classification model of timm {timm} and torchvision {torchvision} that contains batch norm
-(torch {torch}, random weights and statistics, two images), and checks that `convert`, `set_alpha`, `fold` and timm's
-`reparameterize_model` are correct together. The alpha of the first, the middle and the last norm layer is 0.1, and all
-other norm layers are folded where that is exact. Errors are the largest difference of an output relative to the largest
-output, in float32; the largest of the family is shown. {ok} of {done} models are correct with an error of at most
-1e-4, and in all of these the converted model with alpha 0 is equal to the original bit for bit.{left} Models that
-amplify the rounding of float32 by more are compared in float64, marked with *.
-
+{ok} of {done} models are correct with an error of at most 1e-4, and in all of these the converted model with alpha 0 is
+equal to the original bit for bit. Models that amplify the rounding of float32 further are compared in float64 (*).
+{left}
 - *layers folded*: as a share of all batch norm layers. The others follow an activation, a sum, or the input.
-- *reparameterized with alpha*: what `reparameterize_model` does with a model that has an alpha in these three layers:
-  `exact`, or an `error` that names the layer and alpha. No model loses alpha silently.
+- *reparameterized with alpha*: the effect of `reparameterize_model` on a model that has these three alphas: `exact` if
+  no layer with alpha was to be fused, otherwise an `error` that names the layer and alpha. None lost alpha silently.
 - *error, reparameterized first*: reparameterize the original model, then convert, set alpha and fold.
 
-| family | models checked | layers folded | error | reparameterized with alpha | error, reparameterized first |
+| family | models | layers folded | error | reparameterized with alpha | error, reparameterized first |
 | --- | --- | --- | --- | --- | --- |"""
 
 
