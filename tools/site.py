@@ -143,8 +143,8 @@ def recommended_alphas(path: Path) -> str:
     with path.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     return (
-        "# Recommended alphas\n\nMeasured alphas, as starting points for similar models. The gain is in points for `top1` "
-        "and in nats for losses (lower is better), with its 95 % interval. Choose alpha for your own model with "
+        "# Recommended alphas\n\nMeasured alphas, as starting points for similar models. The gain is in points for "
+        "`top1` and in nats for losses (lower is better), with its 95 % interval. Choose alpha for your own model with "
         "[`tune_alpha`][betternorm.tune_alpha]. To add a row, edit `docs/recommended-alphas.csv` and give the page or "
         "the command with the evidence.\n\n"
         "| model | data | objective | alpha | gain | 95 % interval | evidence |\n"
