@@ -150,7 +150,7 @@ def draw_averages(layer: GroupedBatchNorm, offset: float, draw: torch.Generator)
 
 def exact_output(case: Case, x: Tensor, weight: Any, bias: Any, layer: GroupedBatchNorm) -> Tensor:
     if case.training:
-        return oracle.normalise(x, weight, bias, case.channels_per_group, case.sizes(), EPS)
+        return oracle.normalize(x, weight, bias, case.channels_per_group, case.sizes(), EPS)
     alpha = layer.state_dict().get("alpha", torch.zeros(())).double()  # float32, as in the layer
     mean, var = layer.running_mean.double(), layer.running_var.double()
     return oracle.infer_with_gradient(x, mean, var, weight, bias, alpha, case.channels_per_group, EPS)

@@ -261,6 +261,12 @@ def finished(places: Places) -> tuple[dict[str, Any], dict[str, np.ndarray[Any, 
     return read_arrays(path) if path.exists() else None
 
 
+def ready(places: Places) -> bool:
+    """Whether there is enough for a page."""
+    row = finished(places)
+    return row is not None and "gain/chosen/top-1" in row[1]
+
+
 def gain(arrays: dict[str, np.ndarray[Any, Any]], way: str, metric: str, over: str | None = None) -> Estimate:
     """Of a way of choosing alpha, over alpha 0 or over another way. Cross-entropies: negative is better."""
     sign = 1 if metric.startswith("top") else -1
