@@ -114,17 +114,15 @@ def weighed_batch_norm(
 ) -> Tensor:
     r"""Inference example weighing: normalize with moving averages and the example's own statistics (section 3.1).
 
-    With weight :math:`\alpha` on the mean m and variance v of the example, and :math:`1 - \alpha` on the moving averages
-    M and V,
+    With weight :math:`\alpha` on the mean m and variance v of the example and the rest on the moving averages M and V,
 
     .. math::
         \mu = (1 - \alpha) M + \alpha m, \qquad
         \sigma^2 = (1 - \alpha) V + \alpha v + \alpha (1 - \alpha) (M - m)^2
 
-    and both are then averaged over the channel group. Examples are normalized independently: the output for one does not
-    depend on the rest of the batch. ``alpha`` is a tensor with one value, or with one per channel; None is 0, and with
-    one channel per group that is torch's batch norm, bit for bit. The output is differentiable with respect to alpha
-    and x, also at alpha = 0.
+    and both are then averaged over the channel group. Examples are normalized independently of each other. ``alpha``
+    is a tensor with one value, or with one per channel; None means 0, and with one channel per group the result is then
+    bit for bit torch's batch norm. The output is differentiable with respect to alpha and x, also at alpha = 0.
     """
     if alpha is None and channels_per_group == 1:
         return F.batch_norm(x, running_mean, running_var, weight, bias, False, 0.0, eps)

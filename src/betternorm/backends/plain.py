@@ -143,10 +143,8 @@ def over_channels(table: Tensor, channels_per_group: int) -> Tensor:
 
 def _over_examples(table: Tensor, groups: int) -> Tensor:
     """Every row replaced by the mean over its group of examples; the larger groups come first."""
-    size, larger = (
-        table.shape[0] // groups,
-        table.shape[0] % groups,
-    )  # torch.compile does not support divmod of dynamic sizes
+    # torch.compile does not support divmod of dynamic sizes.
+    size, larger = table.shape[0] // groups, table.shape[0] % groups
     middle = larger * (size + 1)
     parts = []
     for start, stop, per_group in ((0, middle, size + 1), (middle, table.shape[0], size)):

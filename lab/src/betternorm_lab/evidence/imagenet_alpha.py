@@ -1,6 +1,6 @@
 """Experiment 1: alpha on MobileNetV2 pretrained on ImageNet (Figure 1, section 3.1), on 5,000 validation images.
 
-Nothing is trained. The logits of all images are computed once per setting and kept outside the repository; what
+No training is needed. The logits of all images are computed once per setting and kept outside the repository; what
 follows from them (which setting is chosen, the temperature, gains) takes seconds.
 """
 
@@ -378,7 +378,7 @@ def _panel(curve: dict[Setting, list[float]], arrays: dict[str, np.ndarray[Any, 
 
 PAGE = """# Alpha on MobileNetV2 pretrained on ImageNet
 
-**Question.** What does alpha gain on a model that others trained on ImageNet with large batches (the paper's Figure 1)?
+**Question.** What does alpha gain on a published model, trained on ImageNet with large batches (the paper's Figure 1)?
 
 **Answer.** {answer}
 
