@@ -23,7 +23,6 @@ from betternorm_lab.evidence.runs import Places, require_committed
 from betternorm_lab.training import Config
 
 NAME = "all-four"
-LEAST_ARMS = 3  # for a page
 SEEDS = (0, 1, 2, 3, 4)
 STRENGTHS = (1, 4, 8)  # of decay on gamma and beta, relative to the weights' own
 ALPHAS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.8, 0.9, 0.95, 1.0)
@@ -154,7 +153,12 @@ def pool_of(runs: Runs) -> list[Cell]:
 
 
 def complete(runs: Runs, arms: int, least: int = len(SEEDS)) -> bool:
-    return len(runs) >= arms and min(map(len, runs.values())) >= least
+    return len(runs) >= arms > 0 and min(map(len, runs.values())) >= least
+
+
+def ready(places: Places) -> bool:
+    """Whether there is enough for a page: two seeds of every arm."""
+    return complete(finished(places), len(ARMS), 2)
 
 
 def claims(places: Places) -> list[Claim]:

@@ -1,6 +1,6 @@
 """Experiment 1: alpha on MobileNetV2 pretrained on ImageNet (Figure 1, section 3.1), on 5,000 validation images.
 
-Nothing is trained. The logits of all images are computed once per setting and kept outside the repository; what
+No training is needed. The logits of all images are computed once per setting and kept outside the repository; what
 follows from them (which setting is chosen, the temperature, gains) takes seconds.
 """
 
@@ -261,6 +261,12 @@ def finished(places: Places) -> tuple[dict[str, Any], dict[str, np.ndarray[Any, 
     return read_arrays(path) if path.exists() else None
 
 
+def ready(places: Places) -> bool:
+    """Whether there is enough for a page."""
+    row = finished(places)
+    return row is not None and "gain/chosen/top-1" in row[1]
+
+
 def gain(arrays: dict[str, np.ndarray[Any, Any]], way: str, metric: str, over: str | None = None) -> Estimate:
     """Of a way of choosing alpha, over alpha 0 or over another way. Cross-entropies: negative is better."""
     sign = 1 if metric.startswith("top") else -1
@@ -372,7 +378,7 @@ def _panel(curve: dict[Setting, list[float]], arrays: dict[str, np.ndarray[Any, 
 
 PAGE = """# Alpha on MobileNetV2 pretrained on ImageNet
 
-**Question.** What does alpha gain on a model that others trained on ImageNet with large batches (the paper's Figure 1)?
+**Question.** What does alpha gain on a published model, trained on ImageNet with large batches (the paper's Figure 1)?
 
 **Answer.** {answer}
 

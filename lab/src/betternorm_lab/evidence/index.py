@@ -28,17 +28,9 @@ def all_claims(places: Places) -> list[Claim]:
 def write_pages(places: Places) -> None:
     """Every page from the committed rows; an experiment without enough rows has no page."""
     for name, module in EXPERIMENTS.items():
-        if has_page(places, module):
+        if module.ready(places):
             (places.out / f"{name}.md").write_text(module.page(places))
     (places.out / "index.md").write_text(page(places))
-
-
-def has_page(places: Places, module: ModuleType) -> bool:
-    """Whether the rows suffice for intervals: the image row, or two seeds of every arm."""
-    runs = module.finished(places)
-    if module is imagenet_alpha:
-        return runs is not None and "gain/chosen/top-1" in runs[1]
-    return len(runs) >= module.LEAST_ARMS and min(map(len, runs.values())) >= 2
 
 
 def page(places: Places) -> str:
@@ -53,7 +45,7 @@ def page(places: Places) -> str:
         rows.append([claim.number, claim.text, claim.paper, measured[0], sample, *measured[1:], f"**{term}**"])
     runs = [
         [
-            f"[{name}]({name}.md)" if has_page(places, module) else name,
+            f"[{name}]({name}.md)" if module.ready(places) else name,
             TITLES[name],
             status(places, module),
             f"`{RUN} {name} {PLACES}`",
@@ -68,7 +60,7 @@ def page(places: Places) -> str:
 
 def status(places: Places, module: ModuleType) -> str:
     runs = module.finished(places)
-    if not has_page(places, module):
+    if not module.ready(places):
         return "not run" if not runs else "incomplete"
     if module is imagenet_alpha:
         count = len(runs[0]["curve"])
