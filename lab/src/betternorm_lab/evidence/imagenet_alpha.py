@@ -343,8 +343,14 @@ def page(places: Places) -> str:
         ]
         compared = "\n## Our mixing less linear mixing\n\n" + table(["metric", "difference [95 %]"], rows)
     points = [
-        [mixing, f"{alpha:.3g}", f"{values[0]:.2f}", change(arrays, (mixing, alpha), meta["images"]).text()]
-        + [f"{values[1]:.2f}", *(f"{value:.4f}" for value in values[2:])]
+        [
+            mixing,
+            f"{alpha:.3g}",
+            f"{values[0]:.2f}",
+            change(arrays, (mixing, alpha), meta["images"]).text(),
+            f"{values[1]:.2f}",
+            *(f"{value:.4f}" for value in values[2:]),
+        ]
         for (mixing, alpha), values in sorted(curve.items(), key=lambda item: (item[0][0] == "linear", item[0][1]))
     ]
     draw(
