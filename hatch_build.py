@@ -1,7 +1,7 @@
 """Compiles the CPU kernels when the package is built: a hook of hatchling, and `python hatch_build.py` for a checkout.
 
-Needs a C++ compiler and torch with its headers in the environment that builds (so: no build isolation). Where either is
-missing, or ``BETTERNORM_BUILD=pure``, the package is built without kernels, and says so when asked.
+Requires a C++ compiler and torch with its headers in the build environment (hence no build isolation). If either is
+missing, or with ``BETTERNORM_BUILD=pure``, the package is built without kernels, and `backends.status` reports it.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from typing import Any
 SOURCES = Path(__file__).parent / "src/betternorm/backends/cpu"
 LIBRARY = SOURCES / "libbetternorm.so.0"
 FLAGS = ["-std=c++20", "-fPIC", "-fvisibility=hidden", "-w"]
-# Contraction into fused multiply-adds is wanted; reordering of sums, which -ffast-math would bring, is not.
+# Fused multiply-adds are allowed; reordering of sums, which -ffast-math includes, is not.
 ARITHMETIC = ["-O3", "-fno-math-errno", "-fno-trapping-math"]
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"  # torch 2.10
-# Instruction sets, by the table of kernels that each becomes; one is chosen when the library is used.
+# One table of kernels for each instruction set; the table is selected at run time.
 X86_LEVELS = {"kernels_v2": "-march=x86-64-v2", "kernels_v3": "-march=x86-64-v3", "kernels_v4": "-march=x86-64-v4"}
 
 
 def build() -> str | None:
-    """Compile into the source tree. Returns why it could not be done."""
+    """Compile into the source tree. Returns the reason if that is not possible."""
     if os.environ.get("BETTERNORM_BUILD") == "pure":
         LIBRARY.unlink(missing_ok=True)
         return "BETTERNORM_BUILD=pure"
@@ -75,7 +75,7 @@ def _compile(compiler: list[str], torch: Path) -> None:
             _, message = process.communicate()
             if process.returncode:
                 raise subprocess.CalledProcessError(process.returncode, process.args, stderr=message)
-        # torch is in the process already when the library is loaded, so no path to it is kept.
+        # torch is already loaded when the library is, so no path to it is stored.
         made = Path(folder, LIBRARY.name)
         library_of_torch = [f"-L{torch / 'lib'}", "-ltorch_cpu"]
         subprocess.run(
@@ -94,7 +94,7 @@ except ImportError:  # run by hand, in an environment without hatchling
 
 
 class KernelsBuildHook(BuildHookInterface):  # type: ignore[misc,valid-type]
-    """Adds the library to a wheel, and gives the wheel the name of the platform."""
+    """Adds the library to the wheel and tags the wheel with the platform."""
 
     PLUGIN_NAME = "custom"
 

@@ -40,7 +40,7 @@ GHOST_SIZES = (16, 2)
 # What each kernel reads. All else it writes; what is in BOTH it reads and writes.
 READ = {
     "_forward_kernel": {"x", "weight", "bias", "alpha"},
-    "_normalise_kernel": {"x", "weight", "bias", "mean", "rstd"},
+    "_normalize_kernel": {"x", "weight", "bias", "mean", "rstd"},
     "_backward_kernel": {"dy", "x", "weight", "mean", "rstd"},
     "_gradient_kernel": {"dy", "x", "weight", "mean", "rstd", "mean_dxhat", "mean_dxhat_xhat"},
 }

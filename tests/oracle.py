@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def normalise(
+def normalize(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, channels_per_group: int, sizes: list[int], eps: float = 1e-5
 ) -> Tensor:
     """Groups of ``sizes`` examples: the examples of a group moved into space are one example to Group Norm."""

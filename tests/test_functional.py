@@ -86,7 +86,7 @@ def close(actual: Tensor, expected: Tensor | np.ndarray, tolerance: float = 1e-5
 def check_training(x: Tensor, weight: Tensor, bias: Tensor, dy: Tensor, per: int, size: int | None, sizes: list[int]):
     x, weight, bias = (t.detach().requires_grad_() for t in (x, weight, bias))
     y, mean, var = grouped_batch_norm(x, weight, bias, per, size)
-    expected = oracle.normalise(x, weight, bias, per, sizes)
+    expected = oracle.normalize(x, weight, bias, per, sizes)
     close(y, expected)
     scale = x[0].numel() ** 0.5  # of a sum's rounding
     found, wanted = (gradients(output, dy.to(output.dtype), x, weight, bias) for output in (y, expected))
@@ -134,7 +134,7 @@ def test_the_reference_is_right(shape, per) -> None:
     x, weight, bias, dy = case(shape, torch.float64)
     x, weight, bias = (t.requires_grad_() for t in (x, weight, bias))
     y, mean, var = grouped_batch_norm_reference(x, weight, bias, per, 3)
-    expected = oracle.normalise(x, weight, bias, per, [3, 2, 2])
+    expected = oracle.normalize(x, weight, bias, per, [3, 2, 2])
     close(y, expected, 1e-10)
     for found, wanted in zip(*(gradients(t, dy, x, weight, bias) for t in (y, expected)), strict=True):
         close(found, wanted, 1e-9)
@@ -165,7 +165,7 @@ def test_gamma_and_beta_are_optional(with_weight, with_bias, size) -> None:
     weight, bias = (t.requires_grad_() if given else None for t, given in ((weight, with_weight), (bias, with_bias)))
     given = [t for t in (x, weight, bias) if t is not None]
     y, _, _ = grouped_batch_norm(x, weight, bias, 1, size)
-    expected = oracle.normalise(x, weight, bias, 1, [2, 2] if size else [4])
+    expected = oracle.normalize(x, weight, bias, 1, [2, 2] if size else [4])
     close(y, expected)
     for found, wanted in zip(*(gradients(t, dy.to(t.dtype), *given) for t in (y, expected)), strict=True):
         close(found, wanted.double())
@@ -179,7 +179,7 @@ def test_only_the_gradients_asked_for(wanted) -> None:
         tensor.requires_grad_(name in wanted.split())
     asked = [t for t in (x, weight, bias) if t.requires_grad]
     found = gradients(grouped_batch_norm(x, weight, bias, 2, 2)[0], dy, *asked)
-    expected = gradients(oracle.normalise(x, weight, bias, 2, [2, 2]), dy.double(), *asked)
+    expected = gradients(oracle.normalize(x, weight, bias, 2, [2, 2]), dy.double(), *asked)
     for one, other in zip(found, expected, strict=True):
         close(one, other.double())
 
@@ -189,7 +189,7 @@ def test_only_the_gradients_asked_for(wanted) -> None:
 def test_a_gradient_of_any_layout(layout) -> None:
     x, weight, bias, dy = case((4, 6, 3, 5))
     x = layouts(x)[layout].requires_grad_()
-    expected = gradients(oracle.normalise(x, weight, bias, 1, [2, 2]), dy.double(), x)[0].double()
+    expected = gradients(oracle.normalize(x, weight, bias, 1, [2, 2]), dy.double(), x)[0].double()
     for name, gradient in (layouts(dy) | {"transposed": dy.transpose(2, 3).contiguous().transpose(2, 3)}).items():
         y, _, _ = grouped_batch_norm(x, weight, bias, 1, 2)
         torch.testing.assert_close(gradients(y, gradient, x)[0].double(), expected, rtol=1e-5, atol=1e-5, msg=name)
@@ -206,9 +206,9 @@ def test_a_large_mean_costs_no_digits(size, layout, offset) -> None:
     x = layouts(torch.randn(8, 6, 9, 9) + offset)[layout]
     bn = torch.nn.BatchNorm2d(6, affine=False, momentum=1.0)
     sizes = [4, 4] if size else [8]
-    expected = oracle.normalise(x, None, None, 1, sizes)
+    expected = oracle.normalize(x, None, None, 1, sizes)
     torch_error = max(
-        (bn(part).double() - oracle.normalise(part, None, None, 1, [len(part)])).abs().max() for part in x.split(sizes)
+        (bn(part).double() - oracle.normalize(part, None, None, 1, [len(part)])).abs().max() for part in x.split(sizes)
     )
     y, mean, var = grouped_batch_norm(x, examples_per_group=size)
     assert (y.double() - expected).abs().max() <= 2 * torch_error + 1e-6
@@ -269,7 +269,7 @@ def test_half_types_have_statistics_in_float32(dtype, parameters, size, per) -> 
     assert mean.dtype == var.dtype == torch.float32
     close(mean, oracle.numpy(x).mean((0, 2, 3)), 1e-4)
     close(var, oracle.numpy(x).var((0, 2, 3)), 1e-4)
-    expected = oracle.normalise(x, weight, bias, per, [4, 4] if size else [8])
+    expected = oracle.normalize(x, weight, bias, per, [4, 4] if size else [8])
     rounding = torch.finfo(dtype).eps
     close(y, expected, 2 * rounding)
     found, wanted = (gradients(t, dy.to(t.dtype), x, weight, bias) for t in (y, expected))

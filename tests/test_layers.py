@@ -25,7 +25,7 @@ every_layer = pytest.mark.parametrize("kind", LAYERS)
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
 
-def randomised(layer: nn.Module) -> nn.Module:
+def randomized(layer: nn.Module) -> nn.Module:
     """With parameters and moving averages that are nowhere 0 or 1."""
     with torch.no_grad():
         if layer.weight is not None:
@@ -70,7 +70,7 @@ def close(actual: Tensor, expected: Tensor | np.ndarray, tolerance: float = 1e-5
 @pytest.mark.usefixtures("way")
 def test_one_channel_and_the_whole_batch_a_group_is_batch_norm(shape, size) -> None:
     kinds = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
-    torch_layer = randomised(kinds[len(shape)](6))
+    torch_layer = randomized(kinds[len(shape)](6))
     layer = same_parameters(GroupedBatchNorm(6, 1, size), torch_layer)
     check_same_training(layer, torch_layer, torch.randn(shape) * 2 + 1)
 
@@ -81,7 +81,7 @@ def test_one_channel_and_the_whole_batch_a_group_is_batch_norm(shape, size) -> N
 def test_one_example_a_group_is_group_norm(layout, shape) -> None:
     x = (torch.randn(shape) * 2 + 1).contiguous(memory_format=LAYOUTS[layout])
     for groups in (1, 2, shape[1] // 2, shape[1]):
-        torch_layer = randomised(nn.GroupNorm(groups, shape[1]))
+        torch_layer = randomized(nn.GroupNorm(groups, shape[1]))
         per = shape[1] // groups
         check_same_training(same_parameters(GroupedBatchNorm(shape[1], per, 1), torch_layer), torch_layer, x)
         check_same_training(same_parameters(BatchGroupNorm(groups, shape[1], 1), torch_layer), torch_layer, x)
@@ -89,14 +89,14 @@ def test_one_example_a_group_is_group_norm(layout, shape) -> None:
 
 @pytest.mark.usefixtures("way")
 def test_one_example_and_one_channel_a_group_is_instance_norm() -> None:
-    torch_layer = randomised(nn.InstanceNorm2d(6, affine=True))
+    torch_layer = randomized(nn.InstanceNorm2d(6, affine=True))
     check_same_training(same_parameters(GhostBatchNorm(6, 1), torch_layer), torch_layer, torch.randn(4, 6, 5, 4))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.usefixtures("way")
 def test_a_ghost_batch_is_batch_norm_on_each_part(layout) -> None:
-    torch_layer = randomised(nn.BatchNorm2d(6))
+    torch_layer = randomized(nn.BatchNorm2d(6))
     layer = same_parameters(GhostBatchNorm(6, 4), torch_layer)
     x = torch.randn(10, 6, 3, 3).contiguous(memory_format=LAYOUTS[layout])
     close(layer(x), torch.cat([torch_layer(part) for part in x.split([4, 3, 3])]))
@@ -110,7 +110,7 @@ def test_a_ghost_batch_is_batch_norm_on_each_part(layout) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.usefixtures("way")
 def test_alpha_0_is_torch_batch_norm_to_the_bit(make, layout, dtype) -> None:
-    torch_layer = randomised(nn.BatchNorm2d(20)).to(dtype).eval()
+    torch_layer = randomized(nn.BatchNorm2d(20)).to(dtype).eval()
     layer = same_parameters(make(20).to(dtype), torch_layer).eval()
     x = torch.randn(5, 20, 9, 7).to(dtype).contiguous(memory_format=LAYOUTS[layout])
     assert torch.equal(layer(x), torch_layer(x))
@@ -124,7 +124,7 @@ def test_alpha_0_is_torch_batch_norm_to_the_bit(make, layout, dtype) -> None:
 @pytest.mark.parametrize("groups", [1, 2, 6])
 @pytest.mark.usefixtures("way")
 def test_alpha_1_is_instance_or_group_norm(groups) -> None:
-    layer = randomised(BatchGroupNorm(groups, 6, alpha=1.0)).eval()
+    layer = randomized(BatchGroupNorm(groups, 6, alpha=1.0)).eval()
     x = torch.randn(5, 6, 4, 4)
     close(layer(x), F.group_norm(x, groups, layer.weight, layer.bias))
     with torch.no_grad():
@@ -135,7 +135,7 @@ def test_alpha_1_is_instance_or_group_norm(groups) -> None:
 @pytest.mark.parametrize("shape", [(5, 6, 4), (5, 6, 4, 3), (5, 6, 2, 3, 4), (1, 6, 4, 4)])
 @pytest.mark.usefixtures("way")
 def test_inference_is_the_formula_for_any_number_of_examples(kind, shape) -> None:
-    layer = randomised(LAYERS[kind](alpha=0.3)).eval()
+    layer = randomized(LAYERS[kind](alpha=0.3)).eval()
     x = torch.randn(shape)
     wanted = oracle.infer(
         x, layer.running_mean, layer.running_var, layer.weight, layer.bias, 0.3, layer.channels_per_group
@@ -183,7 +183,7 @@ def test_the_cumulative_average_is_that_of_all_batches_together() -> None:
 
 @every_layer
 def test_evaluation_changes_nothing(kind) -> None:
-    layer = randomised(LAYERS[kind](alpha=0.2)).eval()
+    layer = randomized(LAYERS[kind](alpha=0.2)).eval()
     before = copy.deepcopy(layer.state_dict())
     layer(torch.randn(4, 6, 3, 3))
     assert all(torch.equal(layer.state_dict()[key], value) for key, value in before.items())
@@ -213,7 +213,7 @@ def test_a_bad_batch_leaves_the_trace_that_it_leaves_in_torch(bad, layout, size,
 @every_layer
 @pytest.mark.usefixtures("way")
 def test_a_bad_example_never_changes_another_at_inference(kind, bad) -> None:
-    layer = randomised(LAYERS[kind]()).eval()
+    layer = randomized(LAYERS[kind]()).eval()
     x = torch.randn(5, 6, 3, 3)
     worse = x.clone()
     worse[3, 1, 1, 1] = bad
@@ -231,7 +231,7 @@ def test_a_bad_example_never_changes_another_at_inference(kind, bad) -> None:
 @pytest.mark.parametrize("parameters", ["float32", "same"])
 @pytest.mark.parametrize("training", [True, False])
 def test_half_types(kind, dtype, parameters, training) -> None:
-    layer = randomised(LAYERS[kind](alpha=0.25))
+    layer = randomized(LAYERS[kind](alpha=0.25))
     layer = layer.to(dtype) if parameters == "same" else layer
     exact = copy.deepcopy(layer).double()
     layer.train(training), exact.train(training)
@@ -382,7 +382,7 @@ def test_an_input_that_cannot_work_is_named_with_what_would(kind, training, inpu
 @pytest.mark.parametrize("shape", [(0, 6), (0, 6, 4, 4), (3, 6, 0, 4)])
 @pytest.mark.usefixtures("way")
 def test_an_empty_batch_is_counted_and_moves_nothing_as_in_torch(kind, shape) -> None:
-    layer, torch_layer = randomised(LAYERS[kind]()), (nn.BatchNorm1d if len(shape) == 2 else nn.BatchNorm2d)(6)
+    layer, torch_layer = randomized(LAYERS[kind]()), (nn.BatchNorm1d if len(shape) == 2 else nn.BatchNorm2d)(6)
     torch_layer.load_state_dict(layer.state_dict())
     for one in (layer, torch_layer):
         x = torch.empty(shape, requires_grad=True)
@@ -430,7 +430,7 @@ def test_one_example_more_than_a_ghost_batch_is_no_stray(examples, size) -> None
 
 @every_layer
 def test_a_state_dict_goes_to_batch_norm_and_back_strict(kind) -> None:
-    layer, torch_layer = randomised(LAYERS[kind]()), randomised(nn.BatchNorm2d(6))
+    layer, torch_layer = randomized(LAYERS[kind]()), randomized(nn.BatchNorm2d(6))
     assert list(layer.state_dict()) == list(torch_layer.state_dict())
     assert {k: v.shape for k, v in layer.state_dict().items()} == {
         k: v.shape for k, v in torch_layer.state_dict().items()
@@ -497,7 +497,7 @@ def test_a_vector_of_alphas_is_read_back_as_a_copy(kind) -> None:
 
 @every_layer
 def test_a_vector_of_zeros_is_alpha_0(kind) -> None:
-    layer = randomised(LAYERS[kind](alpha=torch.zeros(6))).eval()
+    layer = randomized(LAYERS[kind](alpha=torch.zeros(6))).eval()
     assert layer.alpha == 0.0
     assert "alpha" not in layer.state_dict()
     layer.alpha = VECTOR
@@ -533,7 +533,7 @@ def test_a_vector_that_does_not_fit_is_refused_and_changes_nothing(alpha, messag
 @pytest.mark.parametrize("after", ALPHAS)
 @every_layer
 def test_a_layer_with_any_alpha_loads_any_other(kind, before, after, assign) -> None:
-    saved, layer = randomised(LAYERS[kind](alpha=ALPHAS[after])), LAYERS[kind](alpha=ALPHAS[before])
+    saved, layer = randomized(LAYERS[kind](alpha=ALPHAS[after])), LAYERS[kind](alpha=ALPHAS[before])
     layer.load_state_dict(copy.deepcopy(saved.state_dict()), assign=assign)
     assert same_alpha(layer.alpha, saved.alpha)
     x = torch.randn(4, 6, 5, 5)
@@ -585,7 +585,7 @@ def test_converted_layers_load_vectors(norm) -> None:
 @pytest.mark.parametrize("gradient", [False, True])
 @pytest.mark.usefixtures("way")
 def test_alphas_that_differ_by_channel_are_mixed_by_channel(kind, layout, gradient) -> None:
-    layer = randomised(LAYERS[kind](alpha=VECTOR)).eval()
+    layer = randomized(LAYERS[kind](alpha=VECTOR)).eval()
     x = torch.randn(4, 6, 9, 9).mul(2).add(1).contiguous(memory_format=LAYOUTS[layout]).requires_grad_(gradient)
     moments = layer.running_mean, layer.running_var, layer.weight, layer.bias
     close(layer(x), oracle.infer(x, *moments, VECTOR, layer.channels_per_group))
@@ -657,7 +657,7 @@ def renorm_by_hand(x: np.ndarray, mean: np.ndarray, var: np.ndarray, r_max: floa
 @pytest.mark.usefixtures("way")
 def test_renorm_follows_its_schedule(step, r_max, d_max) -> None:
     layer = BatchRenorm(6, affine=False, warmup_steps=10, r_steps=50, d_steps=50)
-    randomised(layer)
+    randomized(layer)
     layer.num_batches_tracked.fill_(step)
     assert [t.item() for t in layer.limits()] == pytest.approx([r_max, d_max])
     x = torch.randn(8, 6, 4, 4) * torch.linspace(0.1, 8, 6).view(6, 1, 1) + 3
@@ -674,14 +674,14 @@ def test_renorm_has_the_schedule_of_its_paper() -> None:
 
 @pytest.mark.usefixtures("way")
 def test_renorm_begins_as_batch_norm() -> None:
-    torch_layer = randomised(nn.BatchNorm2d(6))
+    torch_layer = randomized(nn.BatchNorm2d(6))
     layer = same_parameters(BatchRenorm(6), torch_layer)
     check_same_training(layer, torch_layer, torch.randn(8, 6, 4, 4) * 2 + 1)
 
 
 @pytest.mark.usefixtures("way")
 def test_renorm_without_limits_gives_in_training_what_it_gives_at_inference() -> None:
-    layer = randomised(BatchRenorm(6, r_max=1e6, d_max=1e6, warmup_steps=0, r_steps=0, d_steps=0))
+    layer = randomized(BatchRenorm(6, r_max=1e6, d_max=1e6, warmup_steps=0, r_steps=0, d_steps=0))
     layer.num_batches_tracked.fill_(1)
     x = torch.randn(8, 6, 4, 4)
     wanted = copy.deepcopy(layer).eval()(x)
@@ -690,7 +690,7 @@ def test_renorm_without_limits_gives_in_training_what_it_gives_at_inference() ->
 
 def test_renorm_holds_r_and_d_constant_in_the_gradient() -> None:
     layer = BatchRenorm(6, r_max=100, d_max=100, warmup_steps=0, r_steps=1, d_steps=1).double()
-    randomised(layer)
+    randomized(layer)
     layer.num_batches_tracked.fill_(5)
     x = torch.randn(8, 6, 4, 4).double().requires_grad_()
     dy = torch.randn_like(x)
@@ -791,7 +791,7 @@ def test_gradients_of_groups_of_two_values_are_as_exact_as_torchs(offset) -> Non
         run(leaf).backward(dy.to(dtype))
         return leaf.grad.double()
 
-    exact = gradient(lambda x: oracle.normalise(x, None, None, 1, [2, 2]), torch.float64)
+    exact = gradient(lambda x: oracle.normalize(x, None, None, 1, [2, 2]), torch.float64)
     ours = (gradient(GhostBatchNorm(8, 2, affine=False)) - exact).abs().max()
     torchs = gradient(lambda x: torch.cat([F.batch_norm(part, None, None, training=True) for part in x.split(2)]))
     assert ours <= 2 * (torchs - exact).abs().max() + 1e-6

@@ -4,6 +4,7 @@ is accessible.
 
 from __future__ import annotations
 
+import csv
 import os
 import re
 import runpy
@@ -59,6 +60,21 @@ def test_the_reference_documents_every_public_name(site: Path) -> None:
     assert pages.count("<math") > 5
     for markup in (":class:", ":func:", ".. math", "===="):
         assert markup not in pages
+
+
+def test_recommended_alphas_come_with_their_evidence() -> None:
+    with (ROOT / "docs" / "recommended-alphas.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert rows
+    for row in rows:
+        assert 0 <= float(row["alpha"]) <= 1, row
+        assert float(row["low"]) <= float(row["gain"]) <= float(row["high"]), row
+        assert row["model"], row
+        page = ROOT / "docs" / row["evidence"]
+        if page.suffix == ".md":
+            assert row["gain"].lstrip("-") in page.read_text(encoding="utf-8"), row
+        else:
+            assert row["evidence"].startswith(("betternorm ", "python ")), row
 
 
 def test_pictures_of_the_methods_are_as_the_script_draws_them() -> None:

@@ -19,6 +19,8 @@ warnings.simplefilter("ignore")  # torch warns that NumPy is missing
 
 import torch  # noqa: E402
 
+import betternorm  # noqa: E402
+
 NETS = """
 from torch import nn
 
@@ -36,12 +38,15 @@ def main(readme: Path, folder: Path) -> None:
     model = names["build"]()  # type: ignore[operator]
     loader = [(torch.randn(32, 3, 16, 16), torch.arange(32) % 10) for _ in range(4)]
     names |= {"model": model.eval(), "train_loader": loader, "val_loader": loader, "torch": torch}
+    mean, std = (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)
+    betternorm.fit_alpha.__kwdefaults__["steps"] = 4  # the README's line in seconds
+    names |= {"images": (torch.rand(120, 3, 16, 16) - 0.5) / 0.25, "mean": mean, "std": std}
     blocks = re.findall(r"^```python\n(.*?)^```$", readme.read_text(), flags=re.MULTILINE | re.DOTALL)
     assert any("tune_alpha" in block for block in blocks)
     for block in blocks:
         exec(block, names)
 
-    from betternorm.cli.main import main as betternorm
+    from betternorm.cli.main import main as command_line
 
     (folder / "nets.py").write_text(NETS)
     torch.save(names["build"]().state_dict(), folder / "net.pt")  # type: ignore[operator]
@@ -52,10 +57,10 @@ def main(readme: Path, folder: Path) -> None:
     spec = f"{folder}/nets.py:build"
     for data, words in (("bytes.pt", ["--mean", "0.5,0.5,0.5", "--std", "0.25,0.25,0.25"]), ("floats.pt", [])):
         words = [*(words or ["--mean", "0,0,0", "--std", "1,1,1"]), "--out", f"{folder}/tuned-{data}", "--quiet"]
-        status = betternorm(["tune", spec, "--checkpoint", f"{folder}/net.pt", "--data", f"{folder}/{data}", *words])
+        status = command_line(["tune", spec, "--checkpoint", f"{folder}/net.pt", "--data", f"{folder}/{data}", *words])
         assert status in (0, 1, 3), status
         assert (folder / f"tuned-{data}").with_suffix(".json").exists()
-    assert betternorm(["inspect", spec, "--svg", f"{folder}/layers.svg"]) == 0
+    assert command_line(["inspect", spec, "--svg", f"{folder}/layers.svg"]) == 0
     present = [name for name in ("numpy", "PIL", "scipy", "torchvision", "timm") if sys.modules.get(name)]
     print("imported:", present)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import csv
 import json
 import os
 import re
@@ -31,6 +32,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages = {
         "reference/command-line.md": command_line(),
+        "recommended-alphas.md": recommended_alphas(ROOT / "docs" / "recommended-alphas.csv"),
         "development/changelog.md": (ROOT / "CHANGELOG.md").read_text().replace("](docs/", "](../"),
         "development/contributing.md": (ROOT / "CONTRIBUTING.md").read_text().replace("](docs/", "](../"),
     }
@@ -135,6 +137,26 @@ def picture(notebook: Path) -> bytes:
     return base64.b64decode(
         [output["data"]["image/png"] for output in outputs if "image/png" in output.get("data", {})][-1]
     )
+
+
+def recommended_alphas(path: Path) -> str:
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    return (
+        "# Recommended alphas\n\nMeasured alphas, as starting points for similar models. The gain is in points for "
+        "`top1` and in nats for losses (lower is better), with its 95 % interval. Choose alpha for your own model with "
+        "[`tune_alpha`][betternorm.tune_alpha]. To add a row, edit `docs/recommended-alphas.csv` and give the page or "
+        "the command with the evidence.\n\n"
+        "| model | data | objective | alpha | gain | 95 % interval | evidence |\n"
+        "| --- | --- | --- | ---: | ---: | --- | --- |\n" + "".join(_row(row) for row in rows)
+    )
+
+
+def _row(row: dict[str, str]) -> str:
+    evidence = f"[results]({row['evidence']})" if row["evidence"].endswith(".md") else f"`{row['evidence']}`"
+    interval = f"{row['low']} to {row['high']}"
+    cells = [row[name] for name in ("model", "data", "objective", "alpha", "gain")]
+    return f"| {' | '.join([*cells, interval, evidence])} |\n"
 
 
 def command_line() -> str:

@@ -47,7 +47,7 @@ def test_noise_is_as_large_as_statistics_differ_between_examples(images):
     torch.testing.assert_close(layer(alike), F.group_norm(alike, 2))
 
 
-def test_random_groups_normalise_each_group_that_was_drawn(images):
+def test_random_groups_normalize_each_group_that_was_drawn(images):
     torch.manual_seed(3)
     found = norms.RandomGroupNorm(CHANNELS, 2).train()(images)
     torch.manual_seed(3)

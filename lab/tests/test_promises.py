@@ -152,7 +152,7 @@ def test_a_full_disk_ends_a_pool_in_one_line(tmp_path):
         eventually(lambda: not program.alive(), 20)
     assert code == 2, complaint
     assert complaint.count("\n") == 1
-    assert "rows already in it are kept" in complaint
+    assert "rows that were already stored are kept" in complaint
     assert "failed" not in statuses(tmp_path / "out")
 
 

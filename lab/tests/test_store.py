@@ -199,7 +199,7 @@ def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path):
     *told, problem = ran.stdout.splitlines()
     assert ran.returncode == 0, ran.stderr
     assert "store.sqlite cannot be used" in problem
-    assert "rows already in it are kept" in problem
+    assert "rows that were already stored are kept" in problem
     assert len(told) > 10
     assert len(Store(tmp_path).rows()) >= len(told)
 

@@ -62,7 +62,7 @@ def test_keys_never_change():
 
 
 def test_what_cannot_be_frozen():
-    with pytest.raises(UserError, match=r"options is .*; a trial holds numbers"):
+    with pytest.raises(UserError, match=r"options is .*; fields must be numbers"):
         Division(options={"x": object()})
 
 

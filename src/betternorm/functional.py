@@ -1,4 +1,4 @@
-"""Grouped batch normalisation on tensors and without state (sections 3.1, 3.2 and 3.4 of the paper)."""
+"""The stateless API (sections 3.1, 3.2 and 3.4 of the paper)."""
 
 from __future__ import annotations
 
@@ -36,24 +36,25 @@ def grouped_batch_norm(
     momentum: float = 0.1,
     num_batches_tracked: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    r"""Normalise with the statistics of groups of examples, channels and space.
+    r"""Normalize with the statistics of groups of examples, channels and space.
 
     .. math::
         y = \gamma \frac{x - \mu_g}{\sqrt{\sigma_g^2 + \epsilon}} + \beta
 
-    The N examples fall into ceil(N / examples_per_group) runs whose lengths differ by at most one; ``None`` is the
-    whole batch. Gradients flow through the statistics.
+    The N examples are split into ceil(N / examples_per_group) groups of consecutive examples, whose sizes differ by at
+    most one; ``None`` is the whole batch. Gradients flow through the statistics.
 
     Args:
-        x: (N, C, *).
-        weight, bias: gamma and beta, (C), or None.
-        process_group: where given, the examples of all its processes, in the order of rank, are the batch.
-        running_mean, running_var: moving averages, (C), updated in place where they are given, with weight ``momentum``
-            on this batch: those of x and of x², whatever the groups.
-        num_batches_tracked: counted up by one with them.
+        x: input of shape (N, C, *).
+        weight, bias: gamma and beta of shape (C,), or None.
+        channels_per_group, examples_per_group, eps: as in :class:`betternorm.GroupedBatchNorm`.
+        process_group: if given, the batch consists of the examples of all its processes, ordered by rank.
+        running_mean, running_var: moving averages of shape (C,), or None. They are updated in place, with weight
+            ``momentum`` on this batch, and are those of x and x² over the whole batch, independent of the groups.
+        num_batches_tracked: incremented when the moving averages are updated.
 
     Returns:
-        The output, and the mean and biased variance of every channel over the whole batch; the two carry no gradient.
+        The output, and the mean and biased variance of each channel over the whole batch, both without gradient.
     """
     averages: tuple[Any, ...] = ()
     if running_mean is not None and running_var is not None:
@@ -61,7 +62,7 @@ def grouped_batch_norm(
     vectors = {"weight": weight, "bias": bias, "running_mean": running_mean, "running_var": running_var}
     if process_group is not None and dist.get_world_size(process_group) > 1:
         check_sizes(x, **vectors)
-        y, mean, var = distributed.normalise(
+        y, mean, var = distributed.normalize(
             x, weight, bias, examples_per_group, channels_per_group, eps, process_group
         )
     else:
@@ -70,9 +71,9 @@ def grouped_batch_norm(
             return _empty_batch(x, weight, bias, num_batches_tracked if averages else None)
         groups = number_of_groups(x.shape[0], examples_per_group)
         if chosen == "kernels":
-            return operators.normalise(x, weight, bias, groups, channels_per_group, eps, *averages)
-        normalise = {"operator": operators.normalise_in_graph, "graph": graph.normalise}.get(chosen, plain.normalise)
-        y, mean, var = normalise(x, weight, bias, groups, channels_per_group, eps)
+            return operators.normalize(x, weight, bias, groups, channels_per_group, eps, *averages)
+        normalize = {"operator": operators.normalize_in_graph, "graph": graph.normalize}.get(chosen, plain.normalize)
+        y, mean, var = normalize(x, weight, bias, groups, channels_per_group, eps)
     if averages:
         plain.track(mean, var, *averages)
     return y, mean, var
@@ -86,7 +87,7 @@ def grouped_batch_norm_reference(
     examples_per_group: int | None = None,
     eps: float = 1e-5,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`grouped_batch_norm`, group by group as one would explain it, left to autograd."""
+    """:func:`grouped_batch_norm` in its simplest form: a loop over groups, differentiated by autograd."""
     outputs = []
     for examples in x.tensor_split(number_of_groups(x.shape[0], examples_per_group)):
         group = examples.unflatten(1, (-1, channels_per_group))
@@ -111,18 +112,17 @@ def weighed_batch_norm(
     channels_per_group: int = 1,
     eps: float = 1e-5,
 ) -> Tensor:
-    r"""Inference example weighing: normalise with moving averages and the example's own statistics (section 3.1).
+    r"""Inference example weighing: normalize with moving averages and the example's own statistics (section 3.1).
 
-    With weight :math:`\alpha` on the example's moments, m and v, and the rest on the moving ones, M and V,
+    With weight :math:`\alpha` on the mean m and variance v of the example and the rest on the moving averages M and V,
 
     .. math::
         \mu = (1 - \alpha) M + \alpha m, \qquad
         \sigma^2 = (1 - \alpha) V + \alpha v + \alpha (1 - \alpha) (M - m)^2
 
-    both then averaged over the channels of a group. Examples are normalized independently: the output for one does not
-    depend on the rest of the batch. ``alpha`` is a tensor with one value, or with one per channel; None is 0, and with
-    one channel per group that is torch's batch norm, bit for bit. The output is differentiable with respect to alpha
-    and x, also at alpha = 0.
+    and both are then averaged over the channel group. Examples are normalized independently of each other. ``alpha``
+    is a tensor with one value, or with one per channel; None means 0, and with one channel per group the result is then
+    bit for bit torch's batch norm. The output is differentiable with respect to alpha and x, also at alpha = 0.
     """
     if alpha is None and channels_per_group == 1:
         return F.batch_norm(x, running_mean, running_var, weight, bias, False, 0.0, eps)

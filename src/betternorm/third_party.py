@@ -117,6 +117,8 @@ _REPLACE_FOR_TRAINING = {
 }
 # These copy weight, bias and statistics and drop even eps, so that the general rule does not recognize them.
 _REPLACE_WITHOUT_EPS = {"replace_batch_norm"}  # DETR and its relatives in Transformers
+# Code that mentions one of these was written for the layers of this library.
+_KNOWN_TO_CALLER = {"alpha", "channels_per_group", "examples_per_group"}
 _REPLACE_BY_IMAGE_NORM = ("freeze", "frozen", "replace_batch_norm")
 
 
@@ -155,4 +157,6 @@ def _replaces(code: CodeType) -> bool:
     names = {*code.co_names}
     for constant in code.co_consts:  # names of attributes in a loop over them
         names |= {constant} if isinstance(constant, str) else {*constant} if isinstance(constant, tuple) else set()
+    if names & _KNOWN_TO_CALLER:
+        return False
     return {"running_var", "eps"} <= names or code.co_name in _REPLACE_WITHOUT_EPS

@@ -126,7 +126,7 @@ def test_they_agree_with_the_plain_form_on_any_shape(seed, dtype) -> None:
     assert y.stride() == x.stride() == gradients[0].stride() == z.stride()
 
     leaves = [t.double().requires_grad_() for t in (x, weight, bias)]
-    wanted_y, wanted_mean, wanted_var = plain.normalise(*leaves, groups, per, 1e-3)
+    wanted_y, wanted_mean, wanted_var = plain.normalize(*leaves, groups, per, 1e-3)
     wanted = torch.autograd.grad(wanted_y, leaves, dy.double())
     wanted_z = plain.infer(*(t.double() for t in (x, *moving, weight, bias, torch.tensor(0.3))), per, 1e-3)
     for found, exact in zip(
@@ -166,7 +166,7 @@ def test_a_large_mean_costs_no_digits(layout, two_threads) -> None:
         y, mean, rstd, *_ = torch.ops.betternorm.forward(x, None, None, groups, 1, 1e-5)
         dx, _, _ = torch.ops.betternorm.backward(dy, x, None, mean, rstd, True)
         exact = x.double().requires_grad_()
-        wanted, _, _ = plain.normalise(exact, None, None, groups, 1, 1e-5)
+        wanted, _, _ = plain.normalize(exact, None, None, groups, 1, 1e-5)
         (wanted_dx,) = torch.autograd.grad(wanted, exact, dy.double())
         torch.testing.assert_close(y.double(), wanted, rtol=0, atol=1e-5)
         torch.testing.assert_close(dx.double(), wanted_dx, rtol=0, atol=1e-5 * max(1.0, float(rstd.max())))

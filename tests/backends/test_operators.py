@@ -81,7 +81,7 @@ def test_a_trace_is_the_network(alpha) -> None:
             torch.testing.assert_close(traced(x), layer(x), rtol=1e-5, atol=1e-5)
 
 
-def normalise(x: torch.Tensor) -> torch.Tensor:
+def normalize(x: torch.Tensor) -> torch.Tensor:
     return functional.grouped_batch_norm(x, WEIGHT.to(x.dtype), BIAS.to(x.dtype), 2, 3)[0]
 
 
@@ -92,7 +92,7 @@ def infer(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit's word on itself
-@pytest.mark.parametrize("function", [normalise, infer])
+@pytest.mark.parametrize("function", [normalize, infer])
 def test_forward_mode_and_functional_transforms_are_right(function) -> None:
     x, tangent = torch.randn(4, 8, 2, 2), torch.randn(4, 8, 2, 2)
     exact = torch.func.jvp(function, (x.double(),), (tangent.double(),))[1]
@@ -108,7 +108,7 @@ def test_forward_mode_and_functional_transforms_are_right(function) -> None:
     torch.testing.assert_close(forward_mode, torch.autograd.functional.jacobian(function, x[:2]), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("function", [normalise, infer])
+@pytest.mark.parametrize("function", [normalize, infer])
 def test_batched_gradients_are_those_one_by_one(function) -> None:
     x = torch.randn(4, 8, 2, 2, requires_grad=True)
     y = function(x)

@@ -91,7 +91,7 @@ def test_training(shape: tuple[int, ...], groups: int, per: int, layout: str, dt
     dx, dweight, dbias = backend.backward(dy, x, weight, mean, rstd, groups, per)
 
     exact = [t.detach().cpu().double().requires_grad_() for t in (x, weight, bias)]
-    expected = oracle.normalise(*exact, per, sizes(shape[0], groups), EPS)
+    expected = oracle.normalize(*exact, per, sizes(shape[0], groups), EPS)
     gradients = torch.autograd.grad(expected, exact, dy.cpu().double())
     close(y, expected.detach(), dtype)
     for actual, gradient in zip((dx, dweight, dbias), gradients, strict=True):
@@ -118,7 +118,7 @@ def test_a_run_that_no_program_holds(layout: str) -> None:
     dy = torch.randn_like(x)
     dx, *_ = backend.backward(dy, x, weight, mean, rstd, 1, 1)
     exact = x.cpu().double().requires_grad_()
-    expected = oracle.normalise(exact, weight.cpu(), bias.cpu(), 1, [2], EPS)
+    expected = oracle.normalize(exact, weight.cpu(), bias.cpu(), 1, [2], EPS)
     close(y, expected.detach())
     assert dx is not None
     close(dx, torch.autograd.grad(expected, exact, dy.cpu().double())[0])
@@ -142,7 +142,7 @@ def test_weight_and_bias_may_be_missing(given: str, layout: str) -> None:
     gamma, beta = (weight if given == "weight" else None), (bias if given == "bias" else None)
     y, mean, rstd, *_ = backend.forward(x, gamma, beta, 2, 3, EPS)
     cpu = [None if t is None else t.cpu() for t in (x, gamma, beta)]
-    close(y, oracle.normalise(*cpu, 3, [3, 2], EPS))
+    close(y, oracle.normalize(*cpu, 3, [3, 2], EPS))
     dy = torch.randn_like(x)
     dx, dweight, dbias = backend.backward(dy, x, gamma, mean, rstd, 2, 3)
     none, same_dweight, same_dbias = backend.backward(dy, x, gamma, mean, rstd, 2, 3, need_dx=False)
@@ -207,7 +207,7 @@ def test_a_view_that_is_neither_layout(layout: str) -> None:
     x, weight, bias = problem((4, 6, 5, 5), layout)
     part = x[:, ::2, 1:]
     y, *_ = backend.forward(part, weight[::2].contiguous(), bias[::2].contiguous(), 2, 1, EPS)
-    close(y, oracle.normalise(part.cpu(), weight[::2].cpu(), bias[::2].cpu(), 1, [2, 2], EPS))
+    close(y, oracle.normalize(part.cpu(), weight[::2].cpu(), bias[::2].cpu(), 1, [2, 2], EPS))
 
 
 def test_parameters_and_averages_that_are_not_contiguous(layout: str) -> None:

@@ -124,7 +124,7 @@ def test_an_alpha_is_not_given_to_a_layer_with_other_groups(tmp_path: Path) -> N
     tuned = convert(network(), "batch_group", num_groups=2)
     set_alpha(tuned, 0.07)
     save_checkpoint(tuned, tmp_path / "tuned.pt")
-    with pytest.raises(UserError, match=r"layer '1' has groups of 2 channels, and here it has 1"):
+    with pytest.raises(UserError, match=r"groups of 2 channels in layer '1', and the model has groups of 1"):
         betternorm.load(network(), tmp_path / "tuned.pt")
     again = betternorm.load(convert(network(), "batch_group", num_groups=2), tmp_path / "tuned.pt")
     assert get_alpha(again) == 0.07
@@ -155,10 +155,13 @@ class Runs:
         (lambda path: path.write_bytes(pickle.dumps(Runs())), "could run code"),
         (lambda path: torch.save(Anything(), path), "could run code"),
         (lambda path: torch.save(network(), path), "could run code"),
-        (lambda path: torch.save([torch.ones(2)], path), "holds a list; a dict of tensors is wanted"),
-        (lambda path: torch.save({"epoch": 3}, path), "holds no weights: looked under state_dict.*it has epoch"),
+        (lambda path: torch.save([torch.ones(2)], path), "contains a list; expected a dict of tensors"),
+        (lambda path: torch.save({"epoch": 3}, path), "contains no weights: looked under state_dict.*it has epoch"),
         (lambda path: torch.save(network(8).state_dict(), path), r"another architecture: .*\(8, 3, 3, 3\) in the file"),
-        (lambda path: torch.save(nn.Linear(2, 2).state_dict(), path), "another architecture: .* missing .* unknown"),
+        (
+            lambda path: torch.save(nn.Linear(2, 2).state_dict(), path),
+            "another architecture: .* missing .* not in the model",
+        ),
     ],
 )
 def test_what_cannot_be_used_is_told_in_a_line(made: Any, message: str, tmp_path: Path) -> None:

@@ -96,5 +96,5 @@ def test_alpha_is_tuned_after_training_and_saved_with_the_model(tmp_path: Path) 
 
 def test_without_evaluation_data_it_says_what_to_do(tmp_path: Path) -> None:
     trainer = transformers.Trainer(network(), arguments(tmp_path), train_dataset=data(), callbacks=[TuneAlpha()])
-    with pytest.raises(ValueError, match=r"give TuneAlpha\(eval_loader=...\)"):
+    with pytest.raises(ValueError, match=r"pass TuneAlpha\(eval_loader=...\)"):
         trainer.train()

@@ -87,7 +87,7 @@ def test_corrupted_images_are_classified_better_and_nothing_but_alpha_changes(im
 
 def test_what_is_estimated_without_labels_is_near_what_labels_say() -> None:
     images, labels = labeled_images(400, 2)
-    own = fit_alpha(trained(), images, **QUICK)
+    own = fit_alpha(trained(), images, temperature=1.0, **QUICK)
     known = fit_alpha(trained(), [(images, labels)], targets="labels", **QUICK)
     for name in ("clean", "corrupted"):
         assert own.gains[name].after == pytest.approx(known.gains[name].after, abs=0.08)
@@ -199,6 +199,24 @@ def test_a_higher_temperature_makes_changed_predictions_cheaper(images: Tensor) 
     drops = [fit_alpha(trained(), images, temperature=t, **QUICK).curve[-1]["clean"] for t in (1.0, 1e6)]
     assert drops[0] != drops[1]
     assert drops[1] == pytest.approx(1 / CLASSES, abs=1e-3)  # every class is as probable
+
+
+def test_the_temperature_of_an_overconfident_model_is_found_without_labels() -> None:
+    """Logits that are four times as large, and the same estimates."""
+    images, labels = labeled_images(300, 2)
+    loud = trained()
+    with torch.no_grad():
+        for parameter in loud[-1].parameters():
+            parameter.mul_(4)
+    estimated = {}
+    for temperature in (None, 1.0):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UncertainGainWarning)
+            fit = fit_alpha(copy.deepcopy(loud), images, temperature=temperature, **QUICK)
+        estimated[temperature] = fit.curve[0]["clean"]
+    with torch.inference_mode():
+        right = float((loud(images).argmax(1) == labels).float().mean())
+    assert abs(estimated[None] - right) < abs(estimated[1.0] - right)
 
 
 def test_the_curve_is_drawn(images: Tensor, tmp_path: Any) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -98,12 +98,12 @@ class UnderShift(OnTrainedNetwork):
 SHIFTED = UnderShift.of(PLAIN)
 
 
-def _shifted(loader: Loader, name: str) -> Iterator[tuple[Tensor, Tensor]]:
+def _shifted(loader: Loader, name: str) -> list[tuple[Tensor, Tensor]]:
     facts = loader.facts
     assert facts.mean is not None
     assert facts.std is not None
     shift = corruptions([SHIFTS[name]], facts.mean, facts.std)[SHIFTS[name]] if SHIFTS[name] else lambda images: images
-    return ((shift(images), labels) for images, labels in loader)
+    return [(shift(images), labels) for images, labels in loader]
 
 
 @dataclass(frozen=True)

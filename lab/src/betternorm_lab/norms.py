@@ -43,7 +43,7 @@ class NoisyGroupNorm(GroupNormBase):
         groups = num_features // self.channels_per_group
         self.register_buffer("spread", torch.zeros(2, groups))
 
-    def _normalise_batch(self, input: Tensor, momentum: float | None) -> Tensor:
+    def _normalize_batch(self, input: Tensor, momentum: float | None) -> Tensor:
         grouped = input.unflatten(1, (-1, self.channels_per_group))
         var, mean = torch.var_mean(grouped, tuple(range(2, grouped.dim())), correction=0, keepdim=True)
         deviation = (var + self.eps).sqrt()
@@ -67,9 +67,9 @@ class RandomGroupNorm(GroupNormBase):
         super().__init__(num_features, num_groups)
         self.share = share
 
-    def _normalise_batch(self, input: Tensor, momentum: float | None) -> Tensor:
+    def _normalize_batch(self, input: Tensor, momentum: float | None) -> Tensor:
         if torch.rand(()) >= self.share:
-            return super()._normalise_batch(input, momentum)
+            return super()._normalize_batch(input, momentum)
         order = torch.randperm(self.num_features, device=input.device)
         back = order.argsort()
         output, mean, var = grouped_batch_norm(
@@ -86,11 +86,11 @@ class ChangingGroupNorm(GroupNormBase):
         super().__init__(num_features, first)
         self.first, self.last, self.steps = first, last, steps
 
-    def _normalise_batch(self, input: Tensor, momentum: float | None) -> Tensor:
+    def _normalize_batch(self, input: Tensor, momentum: float | None) -> Tensor:
         part = min(1.0, int(self.num_batches_tracked) / self.steps)
         groups = 2 ** round((1 - part) * (self.first.bit_length() - 1) + part * (self.last.bit_length() - 1))
         self.channels_per_group = channels_in_group(groups, self.num_features)
-        return super()._normalise_batch(input, momentum)
+        return super()._normalize_batch(input, momentum)
 
     def _load_from_state_dict(self, *arguments: Any) -> None:
         super()._load_from_state_dict(*arguments)

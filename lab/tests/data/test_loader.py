@@ -107,7 +107,7 @@ def test_processes_share_every_batch(world_size):
     assert sum(len(labels) for loader in held for _, labels in loader) == len(digits.test)
 
 
-def test_normalised_training_data_has_mean_0_and_deviation_1():
+def test_normalized_training_data_has_mean_0_and_deviation_1():
     digits = data.load()
     images = torch.cat([images for images, _ in data.Loader(digits, digits.train, 500)])
     assert images.mean().abs() < 1e-3

@@ -65,3 +65,14 @@ def test_what_the_rows_contradict_is_not_recommended(batch_size: int, step_size:
             assert line.what.startswith("no decay")
         elif line.agreement == "disagrees":
             assert advice.to == "weighed"
+
+
+def test_the_page_on_gradient_accumulation_quotes_the_rows() -> None:
+    page = Path(__file__).parents[3] / "docs" / "how-to" / "small-batches-and-gradient-accumulation.md"
+    rows = {"2 examples": ev._TWO_OF_128_BATCH_NORM, "4 examples": ev._FOUR_OF_128, "128 examples": ev._BATCH_NORM}
+    lines = [line for line in page.read_text().splitlines() if line.startswith(tuple(f"| {name}" for name in rows))]
+    assert len(lines) == 3
+    for line, keys in zip(lines, rows.values(), strict=True):
+        quoted = [float(cell.strip(" *")) for cell in line.split("|")[2:4]]
+        means = [sum(top1(keys, alpha)) / 3 for alpha in (False, True)]
+        assert quoted == pytest.approx(means, abs=0.051)

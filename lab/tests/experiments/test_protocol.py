@@ -52,7 +52,7 @@ def test_without_candidates_the_reason_is_said(name, scale):
         registry.candidates(name, scale)
 
 
-def test_two_examples_in_steps_of_128_are_normalised_two_by_two():
+def test_two_examples_in_steps_of_128_are_normalized_two_by_two():
     together = {
         (trial.norm, trial.batch_size, dict(trial.norm_options).get("ghost_size"))
         for label, trial in small_batch.arms("medium").items()

@@ -350,7 +350,7 @@ def test_configurations_that_cannot_be(options, words):
         ({"gamma_target": 1}, "weight_decay is 0 in every group with gammas"),
         ({"finetune_from": "nowhere.pt"}, r"checkpoint nowhere\.pt: there is no such file"),
         ({"finetune_from": "trial:0123"}, "there is no such file"),
-        ({"precision": "3"}, "Lightning Fabric refuses"),
+        ({"precision": "3"}, "Lightning Fabric raised an error"),
         ({"learning_rate": 1e30}, r"the loss is nan at step \d+ \(epoch 0\) with learning rate .*e\+"),
         (
             {"network": f"{__file__}:wrong_network"},

@@ -208,7 +208,7 @@ class _Examination:
 
     def _averages(self, before: Scores, uneven: tuple[str, ...]) -> None:
         """Collect the averages again, on training data if there is some, and on the data."""
-        probe, data, stats = self.probe, self.probe.examples, self.stats
+        probe, data, stats, now = self.probe, self.probe.examples, self.stats, before
         adapted = probe.collect(data)
         on_data = self._measure("averages of loader", probe.evaluate(adapted))
         expected, after = adapted, on_data
@@ -220,7 +220,8 @@ class _Examination:
             self.findings.append(small)
             before = after if _is_finding(small.cost) else before
         shift = None if stats is None else probe.gain(after, on_data, CONFIDENCE)
-        shift = shift if shift is not None and _is_finding(shift) else None
+        if shift is not None and not (_is_finding(shift) and _is_finding(probe.gain(now, on_data, CONFIDENCE))):
+            shift = None  # a shift is better fitted by the averages of the data than by those of now, too
         cost = probe.gain(before, after, CONFIDENCE)
         # Far from the training data, small differences between averages matter by chance.
         stale = _is_finding(cost) and (shift is None or _size(cost) > _size(shift) / 4)

@@ -90,7 +90,8 @@ def ranks_that_disagree(layers: Mapping[str, nn.Module]) -> tuple[str, ...]:
 
 def distance(averages: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], eps: float = 1e-5) -> float:
     """Between two means and variances, in standard deviations: the mean over channels."""
-    (mean, var), (other_mean, other_var) = ((m.double(), v.double().clamp(min=0) + eps) for m, v in (averages, other))
+    pairs = ((m.cpu().double(), v.cpu().double().clamp(min=0) + eps) for m, v in (averages, other))
+    (mean, var), (other_mean, other_var) = pairs
     deviation = torch.maximum(var, other_var).sqrt()
     return float(((mean - other_mean).abs() / deviation + (var / other_var).log().abs() / 2).mean())
 

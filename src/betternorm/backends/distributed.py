@@ -1,4 +1,4 @@
-"""Statistics across processes: only the two (N, C) tables of moments travel."""
+"""Statistics across processes, which exchange only the two (N, C) tables of moments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from betternorm.backends import plain
 ProcessGroup = Any  # torch.distributed.ProcessGroup, which builds of torch without distributed support do not have
 
 
-def normalise(
+def normalize(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -24,16 +24,16 @@ def normalise(
     eps: float,
     process_group: ProcessGroup,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Training, where the examples of all processes, in the order of rank, are the batch."""
+    """Training on the examples of all processes, ordered by rank."""
     images, values = x.shape[0] if x.numel() else 0, math.prod(x.shape[2:])
     sizes = [torch.zeros(2, dtype=torch.int64, device=x.device) for _ in range(dist.get_world_size(process_group))]
     dist.all_gather(sizes, torch.tensor([images, values], device=x.device), group=process_group)
     counts = [int(size[0]) for size in sizes]
     groups = 1 if examples_per_group is None else -(-sum(counts) // examples_per_group)
-    # Known only here, and to all processes alike: none waits for another that has left.
+    # All processes raise this error together, so that none waits for another.
     if sum(counts) == 0:
         raise ValueError("the batches of all processes are empty, so there are no statistics to train on")
-    # As in SyncBatchNorm a value has a weight, not an image: images need not have the same size in all processes.
+    # As in SyncBatchNorm, every value has the same weight: image sizes may differ between processes.
     weight_of = torch.cat([size[1].expand(count) for size, count in zip(sizes, counts, strict=True)]).to(x.device)
     members = torch.arange(groups, device=x.device).repeat_interleave(_group_sizes(sum(counts), groups, x.device))
     values_of = torch.zeros(groups, dtype=torch.int64, device=x.device).index_add(0, members, weight_of)
@@ -56,13 +56,13 @@ def normalise(
     batch_mean, batch_var = plain.total(mean.detach(), var.detach(), over_batch)
     mean, var = plain.total(mean, var, over_group)
     first = sum(counts[: dist.get_rank(process_group)])
-    # An empty batch takes any row: the others wait for this process in the backward pass too.
+    # An empty batch uses any row: the other processes wait for this one in the backward pass.
     own = slice(first, first + images) if images else slice(1)
     return plain.apply_statistics(x, mean[own], var[own], weight, bias, eps), batch_mean[0], batch_var[0]
 
 
 def _group_sizes(examples: int, groups: int, device: torch.device) -> Tensor:
-    """How many examples each group has; the larger ones come first."""
+    """The number of examples of each group, larger groups first."""
     size, larger = divmod(examples, groups)
     return size + (torch.arange(groups, device=device) < larger).long()
 
@@ -73,12 +73,12 @@ def _no_rows(x: Tensor) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """Rows of all processes, in the order of rank; the gradient of a row is the sum over the processes that used it."""
+    """Rows of all processes, ordered by rank. The gradient of a row is the sum over the processes."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, counts: list[int], process_group: ProcessGroup) -> Tensor:
         ctx.counts, ctx.process_group = counts, process_group
-        # Collectives want equal shapes, and batches need not be equal.
+        # Collectives require equal shapes, but batch sizes may differ.
         padded = F.pad(rows, (0, 0, 0, max(counts) - rows.shape[0])).contiguous()
         parts = [torch.empty_like(padded) for _ in counts]
         dist.all_gather(parts, padded, group=process_group)

@@ -10,20 +10,20 @@ from betternorm.backends.plain import along_space, at_least_float32, over_channe
 from betternorm.backends.routing import exporting_to_onnx, tracing
 
 
-def normalise(
+def normalize(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, channels_per_group: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`plain.normalise` without the gradient of torch.var.
+    """`plain.normalize` without the gradient of torch.var.
 
     With image sizes that vary, Inductor cannot compile it (torch 2.13: "Cannot convert expression to float").
     """
     wide = at_least_float32(x)
     if x.dim() == 2:
-        return plain.normalise(x, weight, bias, groups, channels_per_group, eps)
+        return plain.normalize(x, weight, bias, groups, channels_per_group, eps)
     space = tuple(range(2, x.dim()))
     mean = wide.mean(space)
     var = (wide - along_space(mean, x)).square().mean(space)
-    return plain.normalise_with(mean, var, x, weight, bias, groups, channels_per_group, eps)
+    return plain.normalize_with(mean, var, x, weight, bias, groups, channels_per_group, eps)
 
 
 def infer(

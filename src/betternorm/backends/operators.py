@@ -1,9 +1,8 @@
 """The operators that the compiled backends implement: schemas, shape functions and gradients.
 
-They go through torch's dispatcher, so that every tool that looks at a network sees them. `forward` and `backward` are
-training; `forward_and_track` is `forward` that moves the averages and counts the batch in the same call; `infer` is
-inference with weight alpha on the example's own statistics, `infer_backward` its gradients (on CPUs only). CPU kernels
-are registered by `cpu/operators.cpp`.
+They are registered with torch's dispatcher, so that tools that inspect a model see them. `forward` and `backward` are
+training; `forward_and_track` also updates the moving averages and the counter; `infer` is inference with alpha, and
+`infer_backward` computes its gradients (CPUs only). `cpu/operators.cpp` registers the CPU kernels.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ for _schema in (
     "infer_backward(Tensor dy, Tensor x, Tensor running_mean, Tensor running_var, Tensor? weight, Tensor alpha,"
     " int channels_per_group, float eps, bool need_dx) -> (Tensor, Tensor, Tensor, Tensor)",
 ):
-    # Without the tag a compiler copies what it has laid out in another way than the traced program.
+    # Without this tag, the compiler copies inputs whose layout it has changed since tracing.
     _library.define(_schema, tags=(torch.Tag.flexible_layout,))
 
 _forward = torch.ops.betternorm.forward.default
@@ -40,7 +39,7 @@ _infer = torch.ops.betternorm.infer.default
 _infer_backward = torch.ops.betternorm.infer_backward.default
 
 
-def normalise(
+def normalize(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -54,16 +53,19 @@ def normalise(
     ``averages``: running_mean, running_var, momentum and num_batches_tracked, which may be None; or nothing.
     """
     in_place = averages if averages and _default_types(averages) else ()
-    y, mean, var = _Normalise.apply(x, weight, bias, (groups, channels_per_group, eps), in_place)  # type: ignore[no-untyped-call]
+    if torch.is_grad_enabled():
+        y, mean, var = _Normalize.apply(x, weight, bias, (groups, channels_per_group, eps), in_place)  # type: ignore[no-untyped-call]
+    else:
+        y, _, _, mean, var = _run(x, weight, bias, (groups, channels_per_group, eps), in_place)
     if averages and not in_place:
         plain.track(mean, var, *averages)
     return y, mean, var
 
 
-def normalise_in_graph(
+def normalize_in_graph(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, channels_per_group: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`normalise` as one operator of a compiled graph.
+    """:func:`normalize` as one operator of a compiled graph.
 
     torch.compile makes every gradient that it hands to an autograd function contiguous, which for channels_last is a
     copy there and a copy back.
@@ -98,8 +100,8 @@ def infer(
 # ---- gradients ----
 
 
-class _Normalise(torch.autograd.Function):
-    """Kept for the backward pass: x, weight, and two numbers per group."""
+class _Normalize(torch.autograd.Function):
+    """Saves x, weight and two numbers per group for the backward pass."""
 
     @staticmethod
     def forward(
@@ -110,11 +112,7 @@ class _Normalise(torch.autograd.Function):
         groups: tuple[int, int, float],
         averages: tuple[Any, ...],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if averages:
-            y, mean, rstd, batch_mean, batch_var = _forward_and_track(x, weight, bias, *groups, *averages)
-            torch.autograd.graph.increment_version([t for t in averages if isinstance(t, Tensor)])
-        else:
-            y, mean, rstd, batch_mean, batch_var = _forward(x, weight, bias, *groups)
+        y, mean, rstd, batch_mean, batch_var = _run(x, weight, bias, groups, averages)
         _keep(ctx, x, weight, bias, groups, mean, rstd)
         ctx.mark_non_differentiable(batch_mean, batch_var)
         return y, batch_mean, batch_var
@@ -122,6 +120,17 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, *unused: Tensor | None) -> tuple[Tensor | None, ...]:
         return (*_gradients(ctx, dy), None, None)
+
+
+def _run(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: tuple[int, int, float], averages: tuple[Any, ...]
+) -> Five:
+    if not averages:
+        results: Five = _forward(x, weight, bias, *groups)
+        return results
+    results = _forward_and_track(x, weight, bias, *groups, *averages)
+    torch.autograd.graph.increment_version([t for t in averages if isinstance(t, Tensor)])
+    return results
 
 
 def _keep(
@@ -163,8 +172,8 @@ def _gradients(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, Tensor | Non
 def _differentiable_gradients(
     ctx: Any, dy: Tensor, x: Tensor, weight: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Somebody differentiates the gradient: through the plain form, where autograd sees every step."""
-    y, _, _ = plain.normalise(x, weight, None, *ctx.groups)
+    """Gradients that can be differentiated again, computed by autograd through the reference implementation."""
+    y, _, _ = plain.normalize(x, weight, None, *ctx.groups)
     need_dx, need_dweight, need_dbias = ctx.needs_input_grad[:3]
     wanted = [t for t, need in ((x, need_dx), (weight, need_dweight)) if need and t is not None]
     found = list(torch.autograd.grad(y, wanted, dy, create_graph=True)) if wanted else []
@@ -285,7 +294,7 @@ for _name, _shapes in (
 
 
 def _triton() -> Any:
-    """Imported when the first tensor comes: it needs triton, which builds of torch for CPUs do not bring."""
+    """Imported on first use: CPU builds of torch do not include triton."""
     return import_module("betternorm.backends.triton")
 
 
@@ -311,7 +320,7 @@ def _cuda_backward(
 
 
 def _check_statistics(dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> None:
-    """As in `cpu/operators.cpp`: a kernel would read out of bounds."""
+    """Reject statistics that would make a kernel read out of bounds, as `cpu/operators.cpp` does."""
     if dy.shape != x.shape:
         raise ValueError(f"dy has shape {tuple(dy.shape)} and the input {tuple(x.shape)}")
     for name, t in (("mean", mean), ("rstd", rstd)):

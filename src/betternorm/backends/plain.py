@@ -1,9 +1,9 @@
-"""The plain form: grouped batch norm and inference example weighing in torch's own operators.
+"""The reference implementation in PyTorch operators: grouped batch norm and inference example weighing.
 
-For every example n and channel c there are the mean m[n, c] and the variance v[n, c] over space. Every statistic is an
-average of those two small (N, C) tables over a group of examples, of channels, or of both, by the law of total
-variance: the variance of a group is the mean of the variances plus the variance of the means. That form does not
-cancel, as the mean of squares less the square of the mean would. What follows is one pass over the data.
+For every example n and channel c, m[n, c] and v[n, c] are the mean and variance over the spatial dimensions. All
+statistics are averages of these two (N, C) tables over groups of examples, channels or both, by the law of total
+variance: the variance of a group is the mean of the variances plus the variance of the means. Unlike the mean of
+squares minus the square of the mean, this does not cancel. The output is then one pass over the data.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 
-def normalise(
+def normalize(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, channels_per_group: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Training: the output, and the mean and biased variance of every channel over the batch."""
-    return normalise_with(*example_moments(x), x, weight, bias, groups, channels_per_group, eps)
+    return normalize_with(*example_moments(x), x, weight, bias, groups, channels_per_group, eps)
 
 
-def normalise_with(
+def normalize_with(
     mean: Tensor,
     var: Tensor,
     x: Tensor,
@@ -31,7 +31,7 @@ def normalise_with(
     channels_per_group: int,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`normalise`, given the moments of the examples."""
+    """:func:`normalize`, given the moments of the examples."""
     group_mean, group_var = total(mean, var, lambda table: over_group(table, channels_per_group, groups))
     batch_mean, batch_var = total(mean.detach(), var.detach(), lambda table: table.mean(0, keepdim=True))
     return apply_statistics(x, group_mean, group_var, weight, bias, eps), batch_mean[0], batch_var[0]
@@ -63,7 +63,7 @@ def infer(
 def update_moving_averages(
     running_mean: Tensor, running_var: Tensor, mean: Tensor, var: Tensor, momentum: float
 ) -> None:
-    """Move the averages of x and of x² toward those of the batch, in place.
+    """Update the moving averages of x and x² in place.
 
     They are kept as mean and variance, so the variance takes up the distance between the two means:
     (1 - t) V + t v + t (1 - t) (m - M)², with t the momentum.
@@ -78,14 +78,14 @@ def update_moving_averages(
         step = mean.to(running_mean.dtype) - running_mean
         running_var.mul_(1 - momentum).add_(var, alpha=momentum)
         running_var.addcmul_(step, step, value=momentum * (1 - momentum))
-        # Not a step from where it is: infinity would turn into NaN one batch later, and in torch's layer it does not.
+        # Not running_mean += momentum * step, which turns infinity into NaN one batch later; torch's layer does not.
         running_mean.mul_(1 - momentum).add_(mean, alpha=momentum)
 
 
 def track(
     mean: Tensor, var: Tensor, running_mean: Tensor, running_var: Tensor, momentum: float, batches: Tensor | None
 ) -> None:
-    """Move the averages toward the batch, whose mean and variance come first, and count it."""
+    """Update the moving averages with the mean and variance of a batch, and increment the counter."""
     update_moving_averages(running_mean, running_var, mean, var, momentum)
     if batches is not None:
         batches.add_(1)
@@ -100,7 +100,7 @@ def example_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     if x.dim() == 2:
         return x, torch.zeros_like(x)
     space = tuple(range(2, x.dim()))
-    # The mean by itself: the one that var_mean has beside the variance is NaN where a value is infinite.
+    # Not torch.var_mean, whose mean is NaN where a value is infinite.
     return x.mean(space), torch.var(x, space, correction=0)
 
 
@@ -124,11 +124,11 @@ def apply_statistics(
         scale = scale * weight
     shift = bias
     if mean.requires_grad:
-        # y does not depend on what is subtracted from both x and its mean, so that needs no gradient. The gradients of
-        # mean and bias are then those of one table, and the backward pass sums the output's once for both.
-        centre = mean.detach()
-        shift = (centre - mean) * scale
-        mean, shift = centre, shift if bias is None else shift + bias
+        # y does not depend on a constant subtracted from both x and its mean, so that constant needs no gradient. The
+        # gradients of mean and bias then come from one table, and the backward pass sums dy once for both.
+        center = mean.detach()
+        shift = (center - mean) * scale
+        mean, shift = center, shift if bias is None else shift + bias
     y = (x - along_space(mean, x)) * along_space(scale, x)
     return (y if shift is None else y + along_space(shift, x)).to(x.dtype)
 
@@ -143,7 +143,8 @@ def over_channels(table: Tensor, channels_per_group: int) -> Tensor:
 
 def _over_examples(table: Tensor, groups: int) -> Tensor:
     """Every row replaced by the mean over its group of examples; the larger groups come first."""
-    size, larger = table.shape[0] // groups, table.shape[0] % groups  # torch.compile knows no divmod of sizes that vary
+    # torch.compile does not support divmod of dynamic sizes.
+    size, larger = table.shape[0] // groups, table.shape[0] % groups
     middle = larger * (size + 1)
     parts = []
     for start, stop, per_group in ((0, middle, size + 1), (middle, table.shape[0], size)):

@@ -6,8 +6,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
-from torch.func import debug_unwrap
+from torch.autograd import forward_ad
 
 from betternorm.backends import cpu
 
@@ -39,9 +38,13 @@ def route(x: Tensor, *, training: bool, channels_per_group: int, **vectors: Tens
             return "operator"
         check_sizes(x, **vectors)
         return "graph"
-    tensors = (x, *(t for t in vectors.values() if t is not None))
-    if has_kernels(x) and (training or vectors["alpha"] is not None) and all(_is_ordinary(t, x) for t in tensors):
-        return "kernels"
+    if has_kernels(x) and (training or vectors["alpha"] is not None) and not _transforming():
+        device = x.device
+        for vector in vectors.values():
+            if vector is not None and vector.device != device:
+                break
+        else:
+            return "kernels"
     check_sizes(x, **vectors)
     return "plain"
 
@@ -81,5 +84,6 @@ def exporting_to_onnx() -> bool:
     return torch.onnx.is_in_onnx_export() and compiling()
 
 
-def _is_ordinary(t: Tensor, x: Tensor) -> bool:
-    return t.device == x.device and debug_unwrap(t) is t and unpack_dual(t).tangent is None
+def _transforming() -> bool:
+    """Whether a transform of torch.func or a level of forward-mode differentiation is active."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0

@@ -190,7 +190,7 @@ def _add_rows(table, begin, stop, c, real, C, BLOCK_ROWS: tl.constexpr):
 
 
 @triton.jit
-def _normalise(values, mean, rstd, gamma, beta):
+def _normalize(values, mean, rstd, gamma, beta):
     return (values - mean[None, :, None]) * (rstd * gamma)[None, :, None] + beta[None, :, None]
 
 
@@ -237,7 +237,7 @@ def _forward_kernel(
         _store_groups(mean, rstd, run, c, real, C, K, group_mean, group_rstd)
     if WHOLE:
         gamma, beta = _affine(weight, bias, c, real)
-        tl.store(y + start + offsets, _normalise(values, group_mean, group_rstd, gamma, beta), mask)
+        tl.store(y + start + offsets, _normalize(values, group_mean, group_rstd, gamma, beta), mask)
 
     if batch_mean is not None:
         _store_row(run_rows, run, c, real, C, count, own_mean, squares)
@@ -254,7 +254,7 @@ def _forward_kernel(
 
 
 @triton.jit
-def _normalise_kernel(
+def _normalize_kernel(
     x, y, weight, bias, mean, rstd, N, C, S, groups, blocks, pieces, inner_tiles, K: tl.constexpr,
     CHANNELS_LAST: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -263,10 +263,10 @@ def _normalise_kernel(
     _, run, _, c, real, start, offsets, mask, _ = _tile(
         N, C, S, groups, blocks, pieces, inner_tiles, K, CHANNELS_LAST, BLOCK_N, BLOCK_G, BLOCK_K, BLOCK_S
     )
-    centre, scale = _load_groups(mean, rstd, run, c, real, C, K)
+    center, scale = _load_groups(mean, rstd, run, c, real, C, K)
     gamma, beta = _affine(weight, bias, c, real)
     values = tl.load(x + start + offsets, mask, 0).to(tl.float32)
-    tl.store(y + start + offsets, _normalise(values, centre, scale, gamma, beta), mask)
+    tl.store(y + start + offsets, _normalize(values, center, scale, gamma, beta), mask)
 
 
 # ---- backward ----
@@ -283,8 +283,8 @@ def _backward_kernel(
     block, run, piece, c, real, start, offsets, mask, count = _tile(
         N, C, S, groups, blocks, pieces, inner_tiles, K, CHANNELS_LAST, BLOCK_N, BLOCK_G, BLOCK_K, BLOCK_S
     )
-    centre, scale = _load_groups(mean, rstd, run, c, real, C, K)
-    xhat = (tl.load(x + start + offsets, mask, 0).to(tl.float32) - centre[None, :, None]) * scale[None, :, None]
+    center, scale = _load_groups(mean, rstd, run, c, real, C, K)
+    xhat = (tl.load(x + start + offsets, mask, 0).to(tl.float32) - center[None, :, None]) * scale[None, :, None]
     slope = tl.load(dy + start + offsets, mask, 0).to(tl.float32)
     sum_dy, sum_dy_xhat = _sum(slope), _sum(slope * xhat)
     if not WHOLE:
@@ -321,10 +321,10 @@ def _gradient_kernel(
     _, run, _, c, real, start, offsets, mask, _ = _tile(
         N, C, S, groups, blocks, pieces, inner_tiles, K, CHANNELS_LAST, BLOCK_N, BLOCK_G, BLOCK_K, BLOCK_S
     )
-    centre, scale = _load_groups(mean, rstd, run, c, real, C, K)
+    center, scale = _load_groups(mean, rstd, run, c, real, C, K)
     first, second = _load_groups(mean_dxhat, mean_dxhat_xhat, run, c, real, C, K)
     gamma, _ = _affine(weight, None, c, real)
-    xhat = (tl.load(x + start + offsets, mask, 0).to(tl.float32) - centre[None, :, None]) * scale[None, :, None]
+    xhat = (tl.load(x + start + offsets, mask, 0).to(tl.float32) - center[None, :, None]) * scale[None, :, None]
     slope = tl.load(dy + start + offsets, mask, 0).to(tl.float32)
     tl.store(dx + start + offsets, _gradient(slope, xhat, scale, gamma, first, second), mask)
 
@@ -360,7 +360,7 @@ def forward(
             momentum, eps, *_workspace(x, plan), **plan.sizes, **plan.tile, **plan.closing,
         )  # fmt: skip
         if not plan.whole:
-            _normalise_kernel[plan.grid](x, y, weight, bias, mean, rstd, **plan.sizes, **plan.tile)
+            _normalize_kernel[plan.grid](x, y, weight, bias, mean, rstd, **plan.sizes, **plan.tile)
     for given, moved in ((running_mean, moving_mean), (running_var, moving_var)):
         if given is not None and moved is not None and moved is not given:
             given.copy_(moved)
@@ -421,7 +421,7 @@ def infer(
             0.0, eps, *_workspace(x, plan, training=False), **plan.sizes, **plan.tile, **plan.closing,
         )  # fmt: skip
         if not plan.whole:
-            _normalise_kernel[plan.grid](x, y, weight, bias, *statistics, **plan.sizes, **plan.tile)
+            _normalize_kernel[plan.grid](x, y, weight, bias, *statistics, **plan.sizes, **plan.tile)
     return y
 
 

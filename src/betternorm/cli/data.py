@@ -7,7 +7,8 @@ import dataclasses
 import importlib
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from betternorm.cli.parser import CommandParser
 from betternorm.errors import UserError
 from betternorm.integrations.checkpoints import load_checkpoint
 from betternorm.integrations.images import FORMATS, read_class_map, read_images
@@ -48,6 +50,62 @@ class Data:
     description: str
     pixels: tuple[Sequence[float], Sequence[float]] | None
     images: Any = None
+
+
+def add_model_options(parser: CommandParser, max_examples: int | None = None, labels: bool = True) -> None:
+    """The options that `build_model` and `read_data` use, besides the model, the checkpoint and the data."""
+    add = parser.add_argument_group("model and images (default: as the model declares)").add_argument
+    add("--num-classes", type=int, metavar="N", help="number of outputs of the model")
+    add("--ema", rare=True, action="store_true", help="use the averaged weights of the checkpoint")
+    add("--mean", metavar="R,G,B", help="of pixels between 0 and 1")
+    add("--std", metavar="R,G,B", help="of pixels between 0 and 1")
+    add("--size", type=int, metavar="PIXELS", help="side of the images")
+    default = "" if max_examples is None else f" (default: {max_examples})"
+    old, note = {"--limit": "--max-examples"}, f"use N images, evenly spaced{default}"
+    add("--max-examples", type=int, default=max_examples, metavar="N", old=old, help=note)
+    if labels:
+        add("--class-map", type=Path, metavar="FILE", help="class folder of each output, if not in sorted order")
+        add("--data-root", rare=True, type=Path, metavar="FOLDER", help="of datasets by name (default: data)")
+        add("--split", rare=True, choices=["val", "test"], default="val", help="of a dataset by name (default: val)")
+
+
+def add_running_options(parser: CommandParser, batch_size: int = 64, dry_run: bool = True) -> None:
+    add = parser.add_argument_group("running").add_argument
+    add("--device", rare=True, help="(default: cuda if available)")
+    add("--batch-size", type=int, default=batch_size, metavar="N", help=f"(default: {batch_size})")
+    add("--workers", rare=True, type=int, default=0, metavar="N", help="processes that read images (default: 0)")
+    if dry_run:
+        add("--dry-run", action="store_true", help="check everything on a few images and estimate the time")
+    add("--force", action="store_true", help="overwrite existing results")
+    add("--json", action="store_true", help="print JSON")
+    add("--quiet", action="store_true", help="no progress bar")
+
+
+def check_at_least(arguments: argparse.Namespace, **least: int) -> None:
+    for name, value in least.items():
+        given = getattr(arguments, name)
+        if given is not None and given < value:
+            raise UserError(f"--{name.replace('_', '-')} is {given}; it must be {value} or more")
+
+
+@contextmanager
+def resumable(file: Path) -> Iterator[None]:
+    """Remove a file of intermediate results when a computation is complete, or fails at its very beginning."""
+    existed = file.exists()
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        if not existed:
+            _remove(file)
+        raise UserError(first_line(error)) from error
+    except OSError as error:
+        raise UserError(f"{error.filename or file} {error.strerror}") from error
+    _remove(file)
+
+
+def _remove(file: Path) -> None:
+    for path in file.parent.glob(f"{file.name}*"):  # a shifted dataset has a file of its own
+        path.unlink(missing_ok=True)
 
 
 def build_model(arguments: argparse.Namespace, device: torch.device) -> nn.Module:

@@ -12,7 +12,17 @@ from torch import Tensor
 
 from betternorm.advice import diagnose
 from betternorm.cli import FINDING, OK
-from betternorm.cli.data import build_model, check_exists, check_predictions, find_device, first_line, read_data
+from betternorm.cli.data import (
+    add_model_options,
+    add_running_options,
+    build_model,
+    check_at_least,
+    check_exists,
+    check_predictions,
+    find_device,
+    first_line,
+    read_data,
+)
 from betternorm.cli.files import write_all
 from betternorm.cli.parser import CommandParser
 from betternorm.display.terminal import show
@@ -37,30 +47,12 @@ def add_arguments(parser: CommandParser) -> None:
     add("--train-batch-size", type=int, metavar="N", help="examples per process in training")
     add("--try-fixes", action="store_true", help="also measure what each fix gains, on images it did not use")
     add("--output", "--out", dest="out", type=Path, metavar="FILE", help="also write the findings as .json")
-    add = parser.add_argument_group("model and images (default: what the model declares)").add_argument
-    add("--num-classes", type=int, metavar="N", help="of the model")
-    add("--class-map", rare=True, type=Path, metavar="FILE", help="class folder of each output, if not in sorted order")
-    add("--ema", rare=True, action="store_true", help="use the averaged weights of the checkpoint")
-    add("--mean", metavar="R,G,B", help="of pixels between 0 and 1")
-    add("--std", metavar="R,G,B", help="of pixels between 0 and 1")
-    add("--size", type=int, metavar="PIXELS", help="side of the images")
-    add("--max-examples", type=int, default=2000, metavar="N", help="use N images, evenly spaced (default: 2000)")
-    add("--data-root", rare=True, type=Path, metavar="FOLDER", help="of a dataset by name (default: data)")
-    add("--split", rare=True, choices=["val", "test"], default="val", help="of such a dataset (default: val)")
-    add = parser.add_argument_group("running").add_argument
-    add("--device", rare=True, help="(default: cuda if available)")
-    add("--batch-size", type=int, default=64, metavar="N", help="(default: 64)")
-    add("--workers", rare=True, type=int, default=0, metavar="N", help="processes that read images (default: 0)")
-    add("--force", action="store_true", help="overwrite an earlier result")
-    add("--json", action="store_true", help="print JSON")
-    add("--quiet", action="store_true", help="no progress bar")
+    add_model_options(parser, max_examples=2000)
+    add_running_options(parser, dry_run=False)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    for name in ("batch_size", "max_examples", "num_classes", "train_batch_size"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} is {value}; it must be 1 or more")
+    check_at_least(arguments, batch_size=1, max_examples=1, num_classes=1, train_batch_size=1)
     if arguments.out is not None and arguments.out.exists() and not arguments.force:
         raise UserError(f"--out {arguments.out} exists; pass --force to overwrite it")
     for option, data in (("--data", arguments.data), ("--stats-data", arguments.stats_data)):

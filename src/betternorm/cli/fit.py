@@ -11,12 +11,23 @@ from typing import Any
 from torch import nn
 
 from betternorm.cli import FINDING, OK
-from betternorm.cli.data import CHECKED, Data, build_model, check_predictions, find_device, first_line, parse_floats
+from betternorm.cli.data import (
+    CHECKED,
+    Data,
+    add_model_options,
+    add_running_options,
+    build_model,
+    check_at_least,
+    check_predictions,
+    find_device,
+    parse_floats,
+    resumable,
+)
 from betternorm.cli.files import check_outputs, write_all
 from betternorm.cli.parser import CommandParser
 from betternorm.display.progress import clock
 from betternorm.display.terminal import show
-from betternorm.errors import UncertainGainWarning, UserError
+from betternorm.errors import UncertainGainWarning
 from betternorm.integrations.checkpoints import save_checkpoint
 from betternorm.integrations.images import read_unlabeled
 from betternorm.integrations.loading import ImageLoader
@@ -54,28 +65,12 @@ def add_arguments(parser: CommandParser) -> None:
         default=True,
         help="leave alpha unchanged if the gain is not significant (default: yes)",
     )
-    add = parser.add_argument_group("model and images (default: what the model declares)").add_argument
-    add("--num-classes", type=int, metavar="N", help="of the model")
-    add("--ema", rare=True, action="store_true", help="take the averaged weights of the checkpoint")
-    add("--mean", metavar="R,G,B", help="of the pixels, between 0 and 1")
-    add("--std", metavar="R,G,B", help="of the pixels")
-    add("--size", type=int, metavar="SIDE", help="of the images")
-    add("--max-examples", type=int, default=1000, metavar="N", help="use N images, evenly spaced (default: 1000)")
-    add = parser.add_argument_group("running").add_argument
-    add("--device", rare=True, help="(default: cuda where there is one)")
-    add("--batch-size", type=int, default=100, metavar="N", help="(default: 100)")
-    add("--workers", rare=True, type=int, default=0, metavar="N", help="processes that read images (default: 0)")
-    add("--dry-run", action="store_true", help="check on a batch, say what it takes, write nothing")
-    add("--force", action="store_true", help="write over an earlier result")
-    add("--json", action="store_true", help="print JSON")
-    add("--quiet", action="store_true", help="no progress bar")
+    add_model_options(parser, max_examples=1000, labels=False)
+    add_running_options(parser, batch_size=100)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    for name, least in (("batch_size", 2), ("max_examples", 1), ("num_classes", 1), ("steps", 1), ("workers", 0)):
-        value = getattr(arguments, name)
-        if value is not None and value < least:
-            raise UserError(f"--{name.replace('_', '-')} is {value}; it must be {least} or more")
+    check_at_least(arguments, batch_size=2, max_examples=1, num_classes=1, steps=1, workers=0)
     checkpoint: Path = arguments.checkpoint
     out: Path = arguments.out or checkpoint.with_name(f"{checkpoint.stem}-fitted{checkpoint.suffix}")
     outputs = [out, out.with_suffix(".json"), out.with_suffix(".png")]
@@ -113,28 +108,20 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _fitted(arguments: argparse.Namespace, model: nn.Module, loader: Any, how: Preprocessing, unfinished: Path) -> Any:
     """Fit, with intermediate results in a file until it is finished."""
-    had_begun = unfinished.exists()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UncertainGainWarning)  # the verdict says it
-            fit = fit_alpha(
-                model,
-                loader,
-                per=arguments.per,
-                shifts=None if arguments.shift in (None, "all") else arguments.shift.split(","),
-                mean=how.mean,
-                std=how.std,
-                max_clean_drop=arguments.max_clean_drop,
-                steps=arguments.steps,
-                batch_size=arguments.batch_size,
-                require_significant=arguments.require_significant,
-                resume=unfinished,
-                seed=arguments.seed,
-                progress=False if arguments.quiet or arguments.json else None,
-            )
-    except (ValueError, TypeError) as error:
-        if not had_begun:
-            unfinished.unlink(missing_ok=True)
-        raise UserError(first_line(error)) from error
-    unfinished.unlink(missing_ok=True)
-    return fit
+    with resumable(unfinished), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UncertainGainWarning)  # the verdict says it
+        return fit_alpha(
+            model,
+            loader,
+            per=arguments.per,
+            shifts=None if arguments.shift in (None, "all") else arguments.shift.split(","),
+            mean=how.mean,
+            std=how.std,
+            max_clean_drop=arguments.max_clean_drop,
+            steps=arguments.steps,
+            batch_size=arguments.batch_size,
+            require_significant=arguments.require_significant,
+            resume=unfinished,
+            seed=arguments.seed,
+            progress=False if arguments.quiet or arguments.json else None,
+        )

@@ -16,7 +16,19 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from betternorm.cli import FINDING, OK
-from betternorm.cli.data import Data, build_model, check_exists, check_predictions, find_device, first_line, read_data
+from betternorm.cli.data import (
+    Data,
+    add_model_options,
+    add_running_options,
+    build_model,
+    check_at_least,
+    check_exists,
+    check_predictions,
+    find_device,
+    first_line,
+    read_data,
+    resumable,
+)
 from betternorm.cli.files import check_outputs, write_all
 from betternorm.cli.parser import CommandParser
 from betternorm.conversion.convert import convert
@@ -75,30 +87,8 @@ def add_arguments(parser: CommandParser) -> None:
         old={"--insist": "--no-require-significant"},
         help="leave alpha unchanged if the gain is not significant (default: yes)",
     )
-    add = parser.add_argument_group("model and images (default: as the model declares)").add_argument
-    add("--num-classes", type=int, metavar="N", help="number of outputs of the model")
-    add("--class-map", type=Path, metavar="FILE", help="class folder of each output, if not in sorted order")
-    add("--ema", rare=True, action="store_true", help="use the averaged weights of the checkpoint")
-    add("--mean", metavar="R,G,B", help="of pixels between 0 and 1")
-    add("--std", metavar="R,G,B", help="of pixels between 0 and 1")
-    add("--size", type=int, metavar="PIXELS", help="side of the images")
-    add(
-        "--max-examples",
-        type=int,
-        metavar="N",
-        old={"--limit": "--max-examples"},
-        help="use N images, evenly spaced",
-    )
-    add("--data-root", rare=True, type=Path, metavar="FOLDER", help="folder of datasets by name (default: data)")
-    add("--split", rare=True, choices=["val", "test"], default="val", help="of a dataset by name (default: val)")
-    add = parser.add_argument_group("running").add_argument
-    add("--device", rare=True, help="(default: cuda if available)")
-    add("--batch-size", type=int, default=64, metavar="N", help="(default: 64)")
-    add("--workers", rare=True, type=int, default=0, metavar="N", help="processes that read images (default: 0)")
-    add("--dry-run", action="store_true", help="check everything on a few images and estimate the time")
-    add("--force", action="store_true", help="overwrite existing results")
-    add("--json", action="store_true", help="print JSON")
-    add("--quiet", action="store_true", help="no progress bar")
+    add_model_options(parser)
+    add_running_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -129,10 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> Path:
     """Check what can be checked without the model; returns the path of the checkpoint to write."""
-    for name, least in (("batch_size", 1), ("max_examples", 1), ("num_classes", 1), ("layers", 1), ("workers", 0)):
-        value = getattr(arguments, name)
-        if value is not None and value < least:
-            raise UserError(f"--{name.replace('_', '-')} is {value}; it must be {least} or more")
+    check_at_least(arguments, batch_size=1, max_examples=1, num_classes=1, layers=1, workers=0)
     if arguments.fold and arguments.layers is None:
         raise UserError("--fold needs --layers K: with an alpha in every layer there is nothing to fold")
     if arguments.max_clean_drop is not None:
@@ -196,40 +183,25 @@ def _tuned(
     arguments: argparse.Namespace, model: nn.Module, data: Data, shifts: dict[str, Any] | None, unfinished: Path
 ) -> AlphaSearch:
     """Tune alpha, with intermediate results in a file until the search is finished."""
-    had_begun = unfinished.exists()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UncertainGainWarning)  # the printed result says it
-            warnings.simplefilter("ignore", DeprecationWarning)
-            result = tune_alpha(
-                convert(model, "weighed"),
-                data.loader,
-                metrics=tuple(METRICS),
-                objective=arguments.objective,
-                shifts=shifts,
-                max_clean_drop=arguments.max_clean_drop,
-                fold_temperature=arguments.fold_temperature,
-                grid=arguments.grid,
-                per_layer=arguments.per_layer,
-                layers=arguments.layers,
-                folds=arguments.folds,
-                require_significant=arguments.require_significant,
-                resume=unfinished,
-                progress=False if arguments.quiet or arguments.json else None,
-            )
-    except (ValueError, TypeError) as error:
-        if not had_begun:
-            _remove(unfinished)
-        raise UserError(first_line(error)) from error
-    except OSError as error:
-        raise UserError(f"{error.filename or unfinished} {error.strerror}") from error
-    _remove(unfinished)
-    return result
-
-
-def _remove(unfinished: Path) -> None:
-    for path in unfinished.parent.glob(f"{unfinished.name}*"):  # a shifted dataset has its own file
-        path.unlink(missing_ok=True)
+    with resumable(unfinished), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UncertainGainWarning)  # the printed result says it
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return tune_alpha(
+            convert(model, "weighed"),
+            data.loader,
+            metrics=tuple(METRICS),
+            objective=arguments.objective,
+            shifts=shifts,
+            max_clean_drop=arguments.max_clean_drop,
+            fold_temperature=arguments.fold_temperature,
+            grid=arguments.grid,
+            per_layer=arguments.per_layer,
+            layers=arguments.layers,
+            folds=arguments.folds,
+            require_significant=arguments.require_significant,
+            resume=unfinished,
+            progress=False if arguments.quiet or arguments.json else None,
+        )
 
 
 def _write(result: AlphaSearch, model: nn.Module, out: Path, example: Tensor | None) -> list[Path]:

@@ -1,7 +1,7 @@
-"""Checkpoints: read as people write them (.pt, .pth and .safetensors, wrapped and prefixed), and written with alpha.
+"""Reading checkpoints (.pt, .pth and .safetensors, with common wrappers and prefixes), and writing them with alpha.
 
-A file that this package writes is a plain state dict with a note in its metadata: how it is to be loaded, and what the
-tensors do not say about the layers.
+Files written by this package are plain state dicts with a note in their metadata: how to load them, and the channel
+groups of the layers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from betternorm.errors import UserError
 
 M = TypeVar("M", bound=nn.Module)
 
-# Where trainers put the weights within a checkpoint, and what wrappers put before the names.
+# Keys under which trainers store the weights in a checkpoint, and prefixes that wrappers add to names.
 WRAPPERS = ("state_dict", "model_state_dict", "model_state", "model", "net", "network", "module", "weights", "params")
 AVERAGED = ("state_dict_ema", "model_ema", "ema_state_dict", "ema")
 PREFIXES = ("module.", "_orig_mod.", "model.", "net.", "network.", "backbone.", "encoder.")
@@ -33,17 +33,24 @@ NOTE = "betternorm"  # the key of the note in a file's metadata
 
 
 def load(model: M, path: str | Path, *, ema: bool = False) -> M:
-    """Load a checkpoint, tuned or not, into ``model``, in place, and return it.
+    """Load a checkpoint into ``model``, in place, with its alphas if it has any.
 
-    Where the file has alphas the model is converted (``convert(model, "weighed")``) and gets them. Wrappers around the
-    weights and prefixes of their names are understood. Everything that the model has must be in the file, in the right
-    shape, and the other way round.
+    If the file has alphas, the model is converted with ``convert(model, "weighed")``. Weights under common keys
+    (``state_dict``, ``model``) and names with common prefixes (``module.``) are supported. File and model must have the
+    same parameters and buffers, in the same shapes.
 
-    Plain ``model.load_state_dict(weights, strict=False)`` drops the alphas of a tuned file without a word.
+    In contrast, ``model.load_state_dict(weights, strict=False)`` silently drops the alphas of a tuned file.
 
     Args:
+        model: the model.
         path: .pt, .pth or .safetensors.
-        ema: take the averaged weights of the checkpoint.
+        ema: use the averaged weights of the checkpoint.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        UserError: if the file cannot be read, or does not match the model. The message names an example.
 
     Examples::
 
@@ -53,28 +60,28 @@ def load(model: M, path: str | Path, *, ema: bool = False) -> M:
 
 
 def save_checkpoint(model: nn.Module, path: str | Path) -> None:
-    """Write the weights of ``model``, with its alphas and a note on how to load them, for :func:`load`."""
+    """Write the weights of ``model``, including its alphas, and a note on how to load them with :func:`load`."""
     path = Path(path)
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     note = json.dumps({"load": "betternorm.load(model, path)", "channels_per_group": _channel_groups(model)})
     if path.suffix == ".safetensors":
         from safetensors.torch import save_file
 
-        tensors = {name: tensor.clone() for name, tensor in weights.items()}  # it refuses shared memory
+        tensors = {name: tensor.clone() for name, tensor in weights.items()}  # safetensors rejects shared memory
         save_file(tensors, path, {"format": "pt", NOTE: note})
     else:
         noted = OrderedDict(weights)
-        noted._metadata = {"": {NOTE: note}}  # type: ignore[attr-defined]  # where torch keeps the versions of layers
+        noted._metadata = {"": {NOTE: note}}  # type: ignore[attr-defined]  # where torch stores the versions of layers
         torch.save(noted, path)
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
-    """What a file holds. Pickles that would run code are refused: only tensors and plain containers are read."""
+    """Read a checkpoint file: only tensors and plain containers, so that no code runs."""
     return _read(Path(path))[0]
 
 
 def _read(path: Path) -> tuple[dict[str, Any], str | None]:
-    """What a file holds, and the note in it."""
+    """The contents of a file, and its note."""
     if not path.is_file():
         raise UserError(f"checkpoint {path}: there is no such file")
     if path.suffix == ".safetensors":
@@ -89,50 +96,50 @@ def _read(path: Path) -> tuple[dict[str, Any], str | None]:
             raise UserError(f"checkpoint {path} is damaged: {_first_line(error)}") from error
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of torch about how the file was pickled
-            found = torch.load(path, map_location="cpu", weights_only=True)
+            warnings.simplefilter("ignore")  # torch warns about the pickle protocol
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         with path.open("rb") as file:
             is_pickle = file.read(1) == b"\x80" or zipfile.is_zipfile(path)
         if is_pickle:
             raise UserError(
-                f"checkpoint {path} is a pickle of more than tensors, which could run code while it is read; save "
-                "model.state_dict() and give that"
+                f"checkpoint {path} is a pickle of more than tensors, which could run code when it is loaded; save "
+                "model.state_dict() instead"
             ) from error
         raise UserError(f"checkpoint {path} is damaged or not a checkpoint: {_first_line(error)}") from error
     except Exception as error:  # a damaged file can fail in any way
         raise UserError(f"checkpoint {path} is damaged or not a checkpoint: {_first_line(error)}") from error
-    if not isinstance(found, Mapping):
-        raise UserError(f"checkpoint {path} holds a {type(found).__name__}; a dict of tensors is wanted")
-    metadata = getattr(found, "_metadata", {})
-    return dict(found), metadata.get("", {}).get(NOTE) if isinstance(metadata, Mapping) else None
+    if not isinstance(checkpoint, Mapping):
+        raise UserError(f"checkpoint {path} contains a {type(checkpoint).__name__}; expected a dict of tensors")
+    metadata = getattr(checkpoint, "_metadata", {})
+    return dict(checkpoint), metadata.get("", {}).get(NOTE) if isinstance(metadata, Mapping) else None
 
 
 def state_dict_of(checkpoint: Mapping[str, Any], ema: bool = False) -> dict[str, Tensor]:
-    """The tensors by name, from under the usual wrapper keys; with ``ema`` from the averaged weights."""
-    found: Any = checkpoint
+    """The weights by name, under any of the common keys; with ``ema``, the averaged weights."""
+    weights: Any = checkpoint
     for key in AVERAGED if ema else ():
         if isinstance(checkpoint.get(key), Mapping):
             return state_dict_of(checkpoint[key])
     if ema:
         raise UserError(f"the checkpoint has no averaged weights; it has {_listed(checkpoint)}")
-    while isinstance(found, Mapping):
-        if found and all(isinstance(value, Tensor) for value in found.values()):
-            return dict(found)
-        inner = next((found[key] for key in WRAPPERS if isinstance(found.get(key), Mapping)), None)
+    while isinstance(weights, Mapping):
+        if weights and all(isinstance(value, Tensor) for value in weights.values()):
+            return dict(weights)
+        inner = next((weights[key] for key in WRAPPERS if isinstance(weights.get(key), Mapping)), None)
         if inner is None:
-            tensors = {key: value for key, value in found.items() if isinstance(value, Tensor)}
-            if tensors:  # beside numbers and notes
+            tensors = {key: value for key, value in weights.items() if isinstance(value, Tensor)}
+            if tensors:  # next to numbers and strings
                 return tensors
             break
-        found = inner
+        weights = inner
     raise UserError(
-        f"the checkpoint holds no weights: looked under {', '.join(WRAPPERS)}, and it has {_listed(checkpoint)}"
+        f"the checkpoint contains no weights: looked under {', '.join(WRAPPERS)}, and it has {_listed(checkpoint)}"
     )
 
 
 def load_checkpoint(model: M, path: str | Path, ema: bool = False) -> M:
-    """:func:`load`, for a caller that passes ``ema`` on."""
+    """:func:`load` with ``ema`` as a positional argument."""
     weights, note = _weights_for(model, Path(path), ema)
     alphas = [name.removesuffix(".alpha") for name in weights if name.endswith(".alpha")]
     if alphas:
@@ -145,19 +152,19 @@ def load_checkpoint(model: M, path: str | Path, ema: bool = False) -> M:
 
 
 def _check_alphas(model: nn.Module, alphas: list[str], note: str | None, path: Path) -> None:
-    """Refuse layers that cannot take an alpha, or that would do something else with it."""
+    """Raise an error if a layer has no alpha, or other channel groups than the one that was saved."""
     groups = _channel_groups(model)
     unknown = [name for name in alphas if name not in groups]
     if unknown:
         raise UserError(
-            f"checkpoint {path} has an alpha for layer {unknown[0]!r}, and the model's layer of that name takes none"
+            f"checkpoint {path} has an alpha for layer {unknown[0]!r}, and the model has no such norm layer"
         )
     written = json.loads(note)["channels_per_group"] if note else {}
     for name, size in written.items():
         if groups.get(name, size) != size:
             raise UserError(
-                f"checkpoint {path} is of a network whose layer {name!r} has groups of {size} channels, and here it "
-                f"has {groups[name]}; convert the model as that one was, and load then"
+                f"checkpoint {path} was saved with groups of {size} channels in layer {name!r}, and the model has "
+                f"groups of {groups[name]}; convert the model in the same way before loading"
             )
 
 
@@ -168,9 +175,9 @@ def _channel_groups(model: nn.Module) -> dict[str, int]:
 
 
 def load_for_other_classes(model: nn.Module, path: str | Path) -> None:
-    """Load weights as a start for another task, in place: without alphas, which belong to the task they were tuned for.
+    """Load pretrained weights for another task, in place, without alphas, which were tuned for the original task.
 
-    The last linear layer may be missing, or have other shapes; it is then left as it was initialised.
+    The last linear layer may be missing or have other shapes. It then keeps its initialization.
     """
     weights, _ = _weights_for(model, Path(path))
     weights = {name: value for name, value in weights.items() if not name.endswith(".alpha")}
@@ -183,7 +190,7 @@ def load_for_other_classes(model: nn.Module, path: str | Path) -> None:
 
 
 def _weights_for(model: nn.Module, path: Path, ema: bool = False) -> tuple[dict[str, Tensor], str | None]:
-    """The tensors of a file under the names that the model has for them, and the note in the file."""
+    """The weights of a file, with the names of the model, and its note."""
     try:
         checkpoint, note = _read(path)
         weights = state_dict_of(checkpoint, ema)
@@ -195,7 +202,7 @@ def _weights_for(model: nn.Module, path: Path, ema: bool = False) -> tuple[dict[
 
 def _load(model: nn.Module, weights: dict[str, Tensor], path: Path, may_lack: Collection[str] = ()) -> None:
     own = model.state_dict()
-    # Files from before torch 0.4.1 do not count batches.
+    # Files of torch before 0.4.1 have no num_batches_tracked.
     missing = [
         name
         for name in own
@@ -219,7 +226,7 @@ def _load(model: nn.Module, weights: dict[str, Tensor], path: Path, may_lack: Co
 
 
 def _without_prefix(weights: dict[str, Tensor], wanted: set[str]) -> dict[str, Tensor]:
-    """Names without the prefixes that all of them share, as long as that makes more of them known."""
+    """Remove prefixes that all names share."""
     while True:
         prefix = next((p for p in PREFIXES if weights and all(name.startswith(p) for name in weights)), None)
         if prefix is None or sum(name in wanted for name in weights) == len(wanted):
@@ -234,14 +241,14 @@ def _mismatch(
     if wrong:
         name = wrong[0]
         parts.append(
-            f"{len(wrong)} of other shapes (e.g. {name}: {tuple(weights[name].shape)} in the file, "
+            f"{len(wrong)} with other shapes (e.g. {name}: {tuple(weights[name].shape)} in the file, "
             f"{tuple(own[name].shape)} in the model)"
         )
     if missing:
         near = difflib.get_close_matches(missing[0], unknown, n=1)
         parts.append(f"{len(missing)} missing (e.g. {missing[0]}{f'; the file has {near[0]}' if near else ''})")
     if unknown:
-        parts.append(f"{len(unknown)} unknown to the model (e.g. {unknown[0]})")
+        parts.append(f"{len(unknown)} not in the model (e.g. {unknown[0]})")
     return ", ".join(parts)
 
 

@@ -1,4 +1,4 @@
-"""Making torchvision importable beside a build of torch that it was not compiled for."""
+"""Importing torchvision with a build of torch that it was not compiled for."""
 
 from __future__ import annotations
 
@@ -8,21 +8,23 @@ import sys
 
 import torch
 
-# torchvision registers fake kernels for these operators while it is imported; a wheel whose binary part does
-# not load (a CUDA build beside torch for the CPU) has not declared them, and the import fails.
+# torchvision registers fake kernels for these operators when it is imported. If its binary part does not load (a CUDA
+# build with torch for CPUs), they have no schema, and the import fails.
 _SCHEMAS = {
     "nms": "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms": "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 }
-_declared: list[torch.library.Library] = []  # a Library takes its schemas with it when it is collected
+_declared: list[torch.library.Library] = []  # a Library removes its schemas when it is garbage-collected
 
 
 def ready() -> None:
-    """Import torchvision, declaring what its binary part failed to declare. Call it before importing timm.
+    """Import torchvision, and declare its operators if its binary part does not load. Call this before importing timm.
 
-    Nothing is done where torchvision imports by itself. Where it does not, its models and transforms work
-    afterwards and its detection operators (``nms``) stay without an implementation. Raises ``ImportError``
-    where torchvision is not installed.
+    If torchvision imports normally, nothing else happens. Otherwise its models and transforms work afterwards, and its
+    detection operators (``nms``) have no implementation.
+
+    Raises:
+        ImportError: if torchvision is not installed.
     """
     try:
         importlib.import_module("torchvision")
@@ -40,6 +42,6 @@ def ready() -> None:
 
 
 def ready_if_installed() -> None:
-    """The same before importing a library that can do without torchvision."""
+    """Call :func:`ready` before importing a library that uses torchvision if it is installed."""
     with contextlib.suppress(ImportError):
         ready()

@@ -1,4 +1,4 @@
-"""For the Trainer of Hugging Face Transformers: decay groups by what decay can do, and alpha tuned after training."""
+"""For the Trainer of Hugging Face Transformers: weight decay where it has an effect, alpha tuned after training."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from transformers import TrainerCallback  # noqa: E402
 
 
 class DecayWhereItActs:
-    """Mixed into a Trainer, it decays gamma and beta in the layers where that can act on the output.
+    """Mixin for a Trainer: weight decay on gamma and beta in the layers where it has an effect.
 
-    The Trainer by itself goes by names and by one type: no decay for what is called "bias" or "norm", nor for Layer
-    Norm. The gammas of a ResNet, called ``normalization.weight``, it decays everywhere, its betas nowhere.
+    The Trainer itself decides by name and type: no weight decay for parameters called "bias" or "norm" and for
+    LayerNorm. In a ResNet, this decays all gammas (``normalization.weight``) and no betas.
 
-    Set ``norm_decay`` on the class to ``"all"`` or ``"none"`` for the other rules of :func:`betternorm.param_groups`.
+    Set the class attribute ``norm_decay`` to ``"all"`` or ``"none"`` for the other rules of
+    :func:`betternorm.param_groups`.
 
     Examples::
 
@@ -36,7 +37,7 @@ class DecayWhereItActs:
     norm_decay: str = "auto"
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """The names of the parameters that get weight decay; the Trainer asks for them."""
+        """The names of the parameters with weight decay, as the Trainer expects them."""
         return [row.name for row in param_groups(model, 1.0, self.norm_decay).rows if row.weight_decay]
 
 
@@ -44,9 +45,9 @@ class TuneAlpha(TrainerCallback):
     """Tune alpha on the Trainer's evaluation data when training ends.
 
     Args:
-        eval_loader: other data instead; the Trainer makes its own loader only where it evaluates during training.
-        diagnose: also run :func:`betternorm.diagnose` on that data, before tuning, and log the findings.
-        options: of :func:`betternorm.tune_alpha`.
+        eval_loader: the data to use instead. The Trainer creates its own loader only if it evaluates during training.
+        diagnose: whether to run :func:`betternorm.diagnose` on this data before tuning, and log the findings.
+        **options: of :func:`betternorm.tune_alpha`.
 
     Attributes:
         found: the :class:`betternorm.AlphaSearch`, after training.
@@ -68,7 +69,7 @@ class TuneAlpha(TrainerCallback):
         loader = kwargs.get("eval_dataloader") if self.eval_loader is None else self.eval_loader
         if loader is None:
             raise ValueError(
-                "TuneAlpha found no evaluation data: give TuneAlpha(eval_loader=...), or let the Trainer evaluate "
+                "TuneAlpha has no evaluation data: pass TuneAlpha(eval_loader=...), or let the Trainer evaluate "
                 'during training (eval_strategy="epoch")'
             )
         if self.diagnose:

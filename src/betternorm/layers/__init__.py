@@ -1,8 +1,8 @@
-"""The layers: one, `GroupedBatchNorm`, and three that are it or build on it (sections 3.1, 3.2 and 3.4 of the paper).
+"""The layers (sections 3.1, 3.2 and 3.4 of the paper): `GroupedBatchNorm` and its subclasses.
 
-They are torch's batch norm to everything that handles one: `isinstance` says so, a `state_dict` has the same keys and
-shapes, `num_batches_tracked` counts the steps, `track_running_stats = False` stops the moving averages, and
-`torch.optim.swa_utils.update_bn` refreshes them.
+They can be used wherever torch's batch norm can: they are instances of it, a `state_dict` has the same keys and shapes,
+`num_batches_tracked` counts the steps, `track_running_stats = False` stops the moving averages, and
+`torch.optim.swa_utils.update_bn` recomputes them.
 """
 
 from betternorm.layers.batch_group import BatchGroupNorm

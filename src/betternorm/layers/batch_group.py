@@ -11,18 +11,18 @@ from betternorm.layers.grouped import GroupedBatchNorm
 
 
 class BatchGroupNorm(GroupedBatchNorm):
-    r"""Group normalisation that also looks across examples: for batches of two or three (section 3.4).
+    r"""Group Normalization that also averages over examples, for batches of two or three examples (section 3.4).
 
-    Statistics are taken over groups of channels, as in ``nn.GroupNorm``, and over ``examples_per_group`` examples. From
-    a batch size of about 4 on, :class:`GhostBatchNorm` is the better choice.
+    Statistics are computed over groups of channels, as in ``nn.GroupNorm``, and over ``examples_per_group`` examples.
+    For batch sizes of about 4 and above, :class:`GhostBatchNorm` is the better choice.
 
-    Not to be confused with the method of the same name of arXiv:2012.02782.
+    arXiv:2012.02782 describes a different method of the same name.
 
     Args:
-        num_groups: groups of channels, as in ``nn.GroupNorm``; must divide ``num_channels``. More groups than
-            channels means one channel per group.
+        num_groups: number of channel groups, as in ``nn.GroupNorm``; must divide ``num_channels``. With more groups
+            than channels, each channel is a group.
         num_channels: C of an input (N, C, *).
-        examples_per_group: examples normalised together; None is the whole batch.
+        examples_per_group: number of examples normalized together; None is the whole batch.
         eps, momentum, affine, alpha, process_group: as in :class:`GroupedBatchNorm`.
 
     Examples::

@@ -11,17 +11,17 @@ from betternorm.layers.grouped import GroupedBatchNorm
 
 
 class GhostBatchNorm(GroupedBatchNorm):
-    r"""Batch normalisation with the statistics of small "ghost" batches (section 3.2).
+    r"""Ghost Batch Normalization: normalize in small "ghost" batches (section 3.2).
 
-    The batch falls into runs of ``ghost_size`` examples, each normalised by itself in training, which regularises. What
-    happens at inference, the moving averages and the handling of uneven batches are those of :class:`GroupedBatchNorm`.
+    In training, the batch is split into groups of ``ghost_size`` consecutive examples, which are normalized separately.
+    This acts as a regularizer. Inference, moving averages and uneven batches work as in :class:`GroupedBatchNorm`.
 
-    The ghost size is a hyperparameter. In the paper accuracy rises and falls once over it, and 16 is the best in its
-    table of ghost sizes (section 4.4, a batch of 128, alpha tuned). Where a model does not overfit, expect nothing.
+    The ghost size is a hyperparameter. In the paper, accuracy has a single peak over ghost sizes, at 16 for a batch of
+    128 (section 4.4, alpha tuned). Expect no gain for models that do not overfit.
 
     Args:
         num_features: C of an input (N, C, *).
-        ghost_size: examples normalised together.
+        ghost_size: number of examples normalized together.
         eps, momentum, affine, alpha, process_group: as in :class:`GroupedBatchNorm`.
 
     Examples::

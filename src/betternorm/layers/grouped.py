@@ -1,4 +1,4 @@
-"""`GroupedBatchNorm`, the layer that the others are or build on (sections 3.1, 3.2 and 3.4 of the paper)."""
+"""`GroupedBatchNorm`, the base class of all layers (sections 3.1, 3.2 and 3.4 of the paper)."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from betternorm.layers.checks import alpha_text, check_group_size, checked_alpha
 
 
 class GroupedBatchNorm(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
-    r"""Batch normalisation with statistics over groups of channels and groups of examples.
+    r"""Batch normalization with statistics over groups of channels and groups of examples.
 
     .. math::
         y = \gamma \frac{x - \mu_g}{\sqrt{\sigma_g^2 + \epsilon}} + \beta
 
-    In training :math:`\mu_g` and :math:`\sigma_g^2` are the mean and the (biased) variance over a group:
-    ``examples_per_group`` consecutive examples, ``channels_per_group`` consecutive channels, and space. The corners are
-    well-known layers:
+    In training, :math:`\mu_g` and :math:`\sigma_g^2` are the mean and the (biased) variance over a group:
+    ``examples_per_group`` consecutive examples, ``channels_per_group`` consecutive channels, and the spatial
+    dimensions. Special cases are well-known layers:
 
     ==================  ====================  ===================  =====================================
     channels_per_group  examples_per_group    in training          name
@@ -37,35 +37,36 @@ class GroupedBatchNorm(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
     1                   1                     Instance Norm        ``nn.InstanceNorm2d``
     ==================  ====================  ===================  =====================================
 
-    At inference the statistics are those of the moving averages and, with weight :attr:`alpha`, of the example itself
-    (see :func:`betternorm.functional.weighed_batch_norm`). They never depend on the other examples of the batch.
-    ``alpha=0`` is ``nn.BatchNorm2d`` to the bit; ``alpha=1`` uses the example alone.
+    At inference, the statistics are a weighted average of the moving averages and, with weight :attr:`alpha`, the
+    statistics of the example itself (see :func:`betternorm.functional.weighed_batch_norm`). They never depend on the
+    other examples in the batch. ``alpha=0`` is bit for bit ``nn.BatchNorm2d``; ``alpha=1`` uses the example alone.
 
-    A batch that ``examples_per_group`` does not divide falls into groups whose sizes differ by at most one: 33 examples
-    with a size of 32 are 17 and 16. A smaller batch is one group.
+    If ``examples_per_group`` does not divide the batch size, the sizes of the groups differ by at most one: 33 examples
+    with a size of 32 are split into 17 and 16. A smaller batch is one group.
 
-    The moving averages are those of x and x² over the whole batch, whatever the groups, one update per step. They are
-    kept as ``running_mean`` and ``running_var``. Unlike torch's, the variance that enters is the biased one, and takes
-    up how far the batch's mean was from the moving one. A forward pass inside a backward pass is taken for activation
-    checkpointing, which repeats a batch, and leaves the averages alone.
+    The moving averages are those of x and x² over the whole batch, independent of the groups, with one update per step.
+    They are stored as ``running_mean`` and ``running_var``. Unlike in torch, the biased variance is tracked, plus the
+    squared distance between the batch mean and the moving mean. A forward pass inside a backward pass is assumed to be
+    activation checkpointing, which repeats a batch, and does not update the averages. An empty batch is counted and
+    updates nothing, as in torch.
 
-    The layer takes inputs of any rank, and so is a BatchNorm1d, 2d and 3d to whoever asks with ``isinstance``.
+    The layer accepts inputs of any rank and is an instance of BatchNorm1d, BatchNorm2d and BatchNorm3d.
 
     Args:
         num_features: C of an input (N, C, *).
-        channels_per_group: must divide ``num_features``.
-        examples_per_group: None is the whole batch.
-        eps: added to the variance.
-        momentum: weight of the newest batch in the moving averages; None is the cumulative average.
-        affine: whether there are learnable gamma (``weight``) and beta (``bias``).
+        channels_per_group: number of channels normalized together; must divide ``num_features``.
+        examples_per_group: number of examples normalized together in training; None is the whole batch.
+        eps: added to the variance for numerical stability.
+        momentum: weight of the current batch in the moving averages; None computes the cumulative average.
+        affine: if True, the layer has learnable gamma (``weight``) and beta (``bias``).
         alpha: weight of the example's own statistics at inference: a number in [0, 1], or a tensor of one value per
             channel. If nonzero, it is saved in the ``state_dict`` under one additional key, ``alpha``.
-        process_group: a ``torch.distributed`` group whose processes' batches are normalised as one batch; ``"world"``
-            for all processes. Without it statistics are per process.
+        process_group: a ``torch.distributed`` process group, or ``"world"``; the batches of its processes are
+            normalized as one batch. By default, statistics are per process.
 
     Shape:
         - Input: (N, C), (N, C, L), (N, C, H, W), (N, C, D, H, W): any rank from 2 on
-        - Output: as the input, in its dtype and memory format
+        - Output: same shape, dtype and memory format as the input
 
     Examples::
 
@@ -82,13 +83,13 @@ class GroupedBatchNorm(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
     channels_per_group: int
     examples_per_group: int | None
     process_group: ProcessGroup | None
-    # Of a converted layer: the ranks of input that the original takes (None is any), the one that it takes for an
-    # example without a batch, and those of its children that run after the normalisation.
+    # Set by `convert`: accepted input ranks (None means any), the rank of an unbatched input, and the child modules
+    # applied after normalization.
     _ranks: tuple[int, ...] | None = None
     _unbatched_rank: int | None = None
     _then: tuple[str, ...] = ()
-    # What a checkpoint without an alpha means. A layer that was made to be Group Norm stays at 1 when it is given the
-    # weights of BatchNorm; its own checkpoints then have the key at 0 too.
+    # The alpha to set if a checkpoint has none. For a layer converted from GroupNorm it is 1, also for weights of a
+    # BatchNorm; its own checkpoints then contain the key even if alpha is 0.
     _alpha_if_absent: float = 0.0
 
     def __init__(
@@ -157,8 +158,8 @@ class GroupedBatchNorm(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
 
     @_alpha.setter
     def _alpha(self, value: Tensor | None) -> None:
-        # A buffer, so that torch moves, copies, saves and swaps it. For 0 an empty one that is not saved stands in its
-        # place: tools that pair the buffers of two networks by position, as AveragedModel does, find as many in both.
+        # A buffer, so that torch moves, copies, saves and swaps it. If alpha is 0, an empty buffer that is not saved
+        # takes its place: AveragedModel and similar tools pair the buffers of two models by position.
         self._buffers.pop("alpha" if value is None else "_no_alpha", None)
         if value is None:
             self._buffers["_no_alpha"] = torch.empty(0, device=self._device())
@@ -173,7 +174,7 @@ class GroupedBatchNorm(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "alpha":
-            object.__setattr__(self, name, value)  # a number, which torch would refuse for a buffer
+            object.__setattr__(self, name, value)  # nn.Module rejects numbers for buffers
         else:
             super().__setattr__(name, value)
 
@@ -217,7 +218,7 @@ class GroupedBatchNorm(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
         running_mean, running_var = buffers.get("running_mean"), buffers.get("running_var")
         if self.training or running_mean is None or running_var is None:
             self._check_group_has_values(input)
-            output = self._normalise_batch(input, self._weight_of_batch())
+            output = self._normalize_batch(input, self._weight_of_batch())
         else:
             output = functional.weighed_batch_norm(
                 input,
@@ -233,8 +234,8 @@ class GroupedBatchNorm(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
             output = getattr(self, name)(output)
         return output
 
-    def _normalise_batch(self, input: Tensor, momentum: float | None) -> Tensor:
-        """The output in training; counts the batch and moves the averages by ``momentum`` toward it, where given."""
+    def _normalize_batch(self, input: Tensor, momentum: float | None) -> Tensor:
+        """The output in training. Updates the moving averages and the counter unless ``momentum`` is None."""
         return functional.grouped_batch_norm(
             input,
             self.weight,
@@ -253,22 +254,22 @@ class GroupedBatchNorm(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
         return buffers["running_mean"], buffers["running_var"], momentum, buffers.get("num_batches_tracked")
 
     def _track(self, mean: Tensor, var: Tensor, momentum: float | None) -> None:
-        """Count the batch and move the averages; for subclasses that have its statistics from elsewhere."""
+        """Update the moving averages and the counter, for subclasses that compute the statistics themselves."""
         if momentum is not None:
             plain.track(mean, var, *self._averages(momentum))
 
     def _weight_of_batch(self) -> float | None:
-        """The weight of this batch in the moving averages; None where they stay, or the batch was counted before."""
+        """The weight of this batch in the moving averages; None if they are fixed or already include this batch."""
         tracks = self.training and self.track_running_stats and self._buffers.get("running_mean") is not None
         if not tracks or runs_again_for_backward():
             return None
         if self.momentum is not None:
             return self.momentum
-        # Without a count torch's layer leaves the cumulative average where it is.
+        # Without a counter, torch's layer does not update the cumulative average.
         return 0.0 if self.num_batches_tracked is None else 1.0 / (float(self.num_batches_tracked) + 1)
 
     def _processes(self) -> ProcessGroup | None:
-        """The group whose processes have the batch in common; None where there is but one."""
+        """The process group to reduce statistics over; None for a single process."""
         group = self.process_group
         if group == "world":
             ready = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -329,8 +330,8 @@ class GroupedBatchNorm(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
         )
         if key in missing_keys:
             missing_keys.remove(key)
-        # A checkpoint without moving averages is one of Group or Instance Norm, which know nothing of alpha.
-        # Last, because loading with assign=True may have moved the layer to another device.
+        # A checkpoint without moving averages comes from GroupNorm or InstanceNorm, and says nothing about alpha.
+        # Alpha is set last because loading with assign=True may have moved the layer to another device.
         if saved is not None or prefix + "running_mean" in state_dict:
             try:
                 self.alpha = self._alpha_if_absent if saved is None else saved
@@ -341,7 +342,7 @@ class GroupedBatchNorm(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
         alpha = self._alpha
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if alpha is not None and not alpha.is_meta:
-            # It moves with the layer but keeps its type: in half precision 0.1 would become another number.
+            # Alpha moves with the layer but stays float32: in half precision 0.1 would be rounded.
             self._alpha = alpha.to(self._buffers["alpha"].device)  # type: ignore[union-attr]
         return self
 
@@ -360,9 +361,9 @@ class GroupedBatchNorm(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
 
 
 def runs_again_for_backward() -> bool:
-    """Whether activation checkpointing repeats this forward pass: its batch has been counted already.
+    """Whether activation checkpointing repeats this forward pass, so that the batch has already been counted.
 
-    A forward pass inside a backward pass is taken for that. An autograd function of the user's own that runs other data
-    through the layer in its backward pass is not counted either; the docs say so. A compiled graph cannot ask.
+    Any forward pass inside a backward pass is assumed to be one, including that of a custom autograd function which
+    runs other data through the layer (documented). Compiled graphs cannot detect it.
     """
     return not compiling() and torch._C._current_graph_task_id() != -1

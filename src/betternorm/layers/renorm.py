@@ -11,21 +11,21 @@ from betternorm.layers.grouped import GroupedBatchNorm, runs_again_for_backward
 
 
 class BatchRenorm(GroupedBatchNorm):
-    r"""Batch Renormalization (Ioffe, arXiv:1702.03275): the paper's baseline for batches that are not i.i.d.
+    r"""Batch Renormalization (Ioffe, arXiv:1702.03275), the paper's baseline for batches that are not i.i.d.
 
-    In training the output of batch norm is corrected toward what the moving averages would give,
+    In training, the output of batch norm is corrected toward the output with moving averages,
 
     .. math::
         y = \gamma \left( \frac{x - \mu_B}{\sigma_B} r + d \right) + \beta, \quad
         r = \mathrm{clip}\left(\frac{\sigma_B}{\sigma}, \frac{1}{r_{max}}, r_{max}\right), \quad
         d = \mathrm{clip}\left(\frac{\mu_B - \mu}{\sigma}, -d_{max}, d_{max}\right)
 
-    with r and d held constant in the gradient. The limits begin at 1 and 0, which is batch norm, and after
-    ``warmup_steps`` rise linearly: to ``r_max`` at ``r_steps``, to ``d_max`` at ``d_steps``. The defaults are those of
-    its paper, for runs of more than 100,000 steps; scale the three down with the run.
+    where r and d are treated as constants in the gradient. The limits start at 1 and 0, which is batch norm, and
+    increase linearly after ``warmup_steps``: to ``r_max`` at ``r_steps`` and to ``d_max`` at ``d_steps``. The defaults
+    are those of its paper, for more than 100,000 training steps; scale them down for shorter runs.
 
-    Activation checkpointing of this layer is refused: when it runs the layer again the moving averages have gone on,
-    and r and d would be others.
+    Activation checkpointing of this layer raises an error: by the time the layer is run again, the moving averages have
+    changed, so r and d would differ.
 
     Args:
         num_features: C of an input (N, C, *).
@@ -92,9 +92,9 @@ class BatchRenorm(GroupedBatchNorm):
         self.warmup_steps, self.r_steps, self.d_steps = warmup_steps, r_steps, d_steps
 
     def limits(self) -> tuple[Tensor, Tensor]:
-        """r_max and d_max at the present step."""
+        """r_max and d_max at the current step."""
         if self.num_batches_tracked is None:
-            raise ValueError("num_batches_tracked=None: BatchRenorm has to count the steps of its schedule")
+            raise ValueError("num_batches_tracked=None: BatchRenorm needs it for its schedule")
         step = self.num_batches_tracked.float()
 
         def progress(end: int) -> Tensor:
@@ -102,17 +102,17 @@ class BatchRenorm(GroupedBatchNorm):
 
         return 1 + (self.r_max - 1) * progress(self.r_steps), self.d_max * progress(self.d_steps)
 
-    def _normalise_batch(self, input: Tensor, momentum: float | None) -> Tensor:
+    def _normalize_batch(self, input: Tensor, momentum: float | None) -> Tensor:
         if input.numel() == 0:
-            return super()._normalise_batch(input, momentum)
+            return super()._normalize_batch(input, momentum)
         if self.track_running_stats and runs_again_for_backward():
             raise RuntimeError(
-                "BatchRenorm cannot be checkpointed: its moving averages have gone on since the forward pass, so that "
-                "it would be differentiated with other r and d; leave this layer outside of the checkpointed part"
+                "BatchRenorm cannot be checkpointed: its moving averages have changed since the forward pass, so that "
+                "r and d would differ in the backward pass; keep this layer outside of the checkpointed part"
             )
         running_mean, running_var = self.running_mean, self.running_var
         if running_mean is None or running_var is None:
-            raise ValueError("BatchRenorm corrects toward its moving averages, and running_mean is None")
+            raise ValueError("BatchRenorm needs moving averages, and running_mean is None")
         output, mean, var = functional.grouped_batch_norm(input, eps=self.eps, process_group=self._processes())
         r_max, d_max = self.limits()
         moving_std = torch.sqrt(running_var + self.eps)

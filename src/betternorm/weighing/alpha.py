@@ -1,7 +1,4 @@
-"""Alpha in the layers of a model: which layers have one, and setting and reading it (section 3.1).
-
-At inference a layer normalises with moving averages and, with weight alpha, with the statistics of the example itself.
-"""
+"""Set and read alpha, the weight of an example's own statistics at inference (section 3.1)."""
 
 from __future__ import annotations
 
@@ -79,7 +76,7 @@ def tuned_layers(model: nn.Module) -> dict[str, GroupedBatchNorm]:
 
 
 def _layer_as_trained(layer: GroupedBatchNorm) -> float:
-    """The alpha of a layer before anybody tuned it."""
+    """The alpha of a layer before tuning."""
     return next((value for value in (0.0, 1.0) if layer._alpha_is(value)), float(layer.examples_per_group == 1))
 
 

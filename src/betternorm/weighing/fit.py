@@ -47,7 +47,7 @@ def fit_alpha(
     std: float | Sequence[float] | None = None,
     targets: str = "own",
     max_clean_drop: float | None = None,
-    temperature: float = 1.0,
+    temperature: float | None = None,
     steps: int = STEPS,
     batch_size: int = 100,
     folds: int = 3,
@@ -88,8 +88,9 @@ def fit_alpha(
         targets: "own" for the model's predictions, or "labels".
         max_clean_drop: the rule for the strength. None: the best mean over clean and corrupted images. A number: the
             best mean over the corruptions at a drop in clean accuracy of at most so many points.
-        temperature: what the logits of the baseline are divided by for the estimate of accuracy, for example
-            ``tune_alpha(...).temperature``. With 1, the clean drop of an overconfident model is overestimated.
+        temperature: what the baseline's logits are divided by for the estimate of accuracy. None: the temperature at
+            which the baseline is as confident in its predictions as it is in the same classes on slightly shifted
+            copies of the images, which needs no labels. 1 overestimates the clean drop of an overconfident model.
         steps, batch_size: of Adam, for each fit.
         require_significant: leave alpha unchanged if the gain is not significant.
         forward: ``forward(model, images)`` returns logits (N, classes, ...), for models with other inputs or outputs.
@@ -111,7 +112,7 @@ def fit_alpha(
     for name, value, least in (("steps", steps, 1), ("batch_size", batch_size, 2), ("folds", folds, 2)):
         if value < least:
             raise ValueError(f"{name}={value} must be {least} or more")
-    if not temperature > 0:
+    if temperature is not None and not temperature > 0:
         raise ValueError(f"temperature={temperature} must be above 0; 1 leaves the probabilities as they are")
     if not 0 < confidence < 1:
         raise ValueError(f"confidence={confidence} must lie between 0 and 1, like 0.95")
@@ -202,7 +203,7 @@ class _Fit:
         labels: Tensor | None,
         kinds: dict[str, list[Shift]],
         forward: Callable[[nn.Module, Any], Any],
-        temperature: float,
+        temperature: float | None,
         steps: int,
         batch_size: int,
         seed: int,
@@ -219,17 +220,34 @@ class _Fit:
             "model": torch.zeros(sum(sizes), dtype=torch.long),
         }[per]
         self._entries = [part.to(x.device) for part in entries.split(sizes)]
-        logits = self._check()
-        self.own, self._estimate = logits.softmax(1), (logits / temperature).softmax(1)
+        logits = self._logits_of(x)
+        self.own = logits.softmax(1)
+        if temperature is None:
+            temperature = self._temperature(logits)
+        self._estimate = (logits / temperature).softmax(1)
         self._file = ResumeFile(None, str)
         # What an interrupted call continues from: finished fits, the fit under way, and values by fold.
         self.state: dict[str, Any] = {"fits": [], "descent": {}, "values": []}
 
-    def _check(self) -> Tensor:
-        """Baseline logits on the clean images, after checking that the model can process them."""
+    def _temperature(self, logits: Tensor) -> float:
+        """Confidence on the images themselves is that of a fit; on copies shifted by 1/16 it is nearer to accuracy."""
+        if self.x.dim() != 4 or logits.dim() != 2 or self.labels is not None:
+            return 1.0
+        rows, columns = (max(1, side // 16) for side in self.x.shape[2:])
+        shifted = F.pad(self.x, (columns, 0, rows, 0), mode="replicate")[..., :-rows, :-columns]
+        wanted = self._logits_of(shifted).softmax(1).gather(1, logits.argmax(1, keepdim=True)).mean()
+        low, high = 1.0, 2.0  # no further: a model may depend on where things are
+        for _ in range(20):
+            middle = (low * high) ** 0.5
+            confident = (logits / middle).softmax(1).amax(1).mean() > wanted
+            low, high = (middle, high) if confident else (low, middle)
+        return low
+
+    def _logits_of(self, images: Tensor) -> Tensor:
+        """Baseline logits, after checking that the model can process the images."""
         try:
             with torch.inference_mode():
-                logits = torch.cat([self.forward(self.model, part) for part in self.x.split(self.batch_size)])
+                logits = torch.cat([self.forward(self.model, part) for part in images.split(self.batch_size)])
         except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ValueError(f"the model fails on images of shape {tuple(self.x.shape[1:])}: {reason}") from error

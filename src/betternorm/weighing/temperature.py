@@ -72,7 +72,7 @@ def divide_last_linear(model: nn.Module, temperature: float) -> str:
 
     The caller must check that this layer computes the model's output.
     """
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    names: list[str] = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     if not names:
         raise ValueError("fold_temperature=True needs a linear layer at the end of the model, and it has none")
     with torch.no_grad():

@@ -65,7 +65,8 @@ def index(results: Sequence[Result], primary: str = "") -> str:
         f"## {PRIMARY}\n\n{primary}" if primary else "",
         "## Pages",
         f"Experiments of the paper: {'; '.join(links)}." if links else "",
-        f"Beyond the paper: {evidence}[shifted data](shift.md), [false positives of `tune_alpha`](false-findings.md).",
+        f"Beyond the paper: {evidence}[robustness with alpha per channel](robustness.md), [shifted data with one "
+        "alpha](shift.md), [false positives of `tune_alpha`](false-findings.md).",
         "All numbers are computed from the tables of trials in this folder. To recompute them without running trials:",
         RECOMPUTE,
     ]

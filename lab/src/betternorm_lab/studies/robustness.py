@@ -38,6 +38,7 @@ STRENGTHS = (0.125, 0.25, 0.375, 0.5, 0.75, 1.0)
 SINGLE = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3)  # candidates for one alpha in the whole model
 LEVELS = {"speckle_noise": (1, 3, 5), "gaussian_blur": (1, 3, 5), "spatter": (4, 5), "saturate": (1, 3, 5)}
 FOLDS = 3
+JUDGE_COMMON = 400  # images at most, under each of the fifteen corruptions
 TUNE = 100  # images, under every validation corruption, for the methods with one alpha
 
 
@@ -217,6 +218,7 @@ def validation_shifts(network: Network) -> dict[str, Shift]:
 def measure_common(name: str, network: Network, arguments: argparse.Namespace) -> dict[str, np.ndarray]:
     size = network.batch_size
     judged, fitted = parts(network, arguments.data, network.judge, network.fit)
+    judged = Part(judged.pixels[:JUDGE_COMMON], judged.labels[:JUDGE_COMMON], judged.mean, judged.std)
     model = converted(network, arguments.weights)
     shifts = validation_shifts(network)
     options = {"shifts": shifts, "progress": arguments.progress}
@@ -291,6 +293,7 @@ Forward = Callable[[Any, Tensor], Tensor]
 @contextmanager
 def changed(model: nn.Module, forward: Forward) -> Iterator[None]:
     """The norm layers with another forward pass."""
+    set_alpha(model, 0.0)  # a layer with an alpha does not let others read its averages
     layers = weighed_layers(model).values()
     for layer in layers:
         layer.forward = forward.__get__(layer)  # type: ignore[method-assign]
@@ -506,8 +509,13 @@ def builtin_rows(name: str, images: int, values: Values) -> dict[str, Any]:
         }
         for s in strengths
     ]
-    chosen = {rule: float(values[f"chosen|{rule}"]) for rule in ("None", "0.5", "3.0")}
-    return {"network": name, "images": images, "judged on": clean[0.0].size, "chosen": chosen, "curve": curve}
+    return {
+        "network": name,
+        "images": images,
+        "judged on": clean[0.0].size,
+        "chosen": {rule: float(values[f"chosen|{rule}"]) for rule in ("None", "0.5", "3.0")},
+        "curve": curve,
+    }
 
 
 def common_rows(name: str, values: Values) -> dict[str, Any]:
@@ -574,12 +582,39 @@ def builtin_table(rows: Sequence[Mapping[str, Any]]) -> str:
             point = at[row["chosen"][rule]]
             cells.append(f"{_cell(point['clean change'])} at {point['strength']:g}")
             cells.append(_cell(point["corrupted change"]))
-        for most in (0.5, 3.0):
-            allowed = [point for point in row["curve"] if point["clean change"][0] >= -most]
-            cells.append(f"{max(point['corrupted change'][0] for point in allowed):+.1f}")
+        cells += [f"{on_curve(row, most):+.1f}" for most in (0.5, 3.0)]
         base = f"{at[0.0]['clean']:.1f}, {at[0.0]['corrupted']:.1f}"
         lines.append(f"| {row['network']} | {row['images']} | {base} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def on_curve(row: Mapping[str, Any], most: float) -> float:
+    """The largest corrupted gain of the curve, linear between strengths, at a clean drop of at most ``most`` points."""
+    strengths = [point["strength"] for point in row["curve"]]
+    fine = np.linspace(0, 1, 401)
+    clean, corrupted = (
+        np.interp(fine, strengths, [point[key][0] for point in row["curve"]])
+        for key in ("clean change", "corrupted change")
+    )
+    return float(corrupted[clean >= -most].max())
+
+
+def reached(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Against what was aimed at: 7 points at a clean drop of at most 3 and 3 at 0.5; MobileNetV2 5 and 3."""
+    few = [row for row in rows if row["images"] < 1000]
+    cifar = [row for row in few if row["network"].startswith("ResNet")]
+    lines = [
+        f"Aimed at on the CIFAR-100 ResNets: 7 points at a clean drop of at most 3, and 3 at 0.5. Reached by "
+        f"{sum(on_curve(row, 3.0) >= 7 for row in cifar)} and by {sum(on_curve(row, 0.5) >= 3 for row in cifar)} of "
+        f"{len(cifar)} with 300 images."
+    ]
+    for row in few:
+        if row["network"] == "MobileNetV2":
+            lines.append(
+                f"On MobileNetV2 5 and 3 were aimed at; {on_curve(row, 3.0):.1f} and {on_curve(row, 0.5):.1f} were "
+                "reached with 200 images and a short fit."
+            )
+    return " ".join(lines)
 
 
 def estimate_table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -702,6 +737,7 @@ def write_page(results: Mapping[str, Any], out: Path) -> None:
     natural, false = results.get("natural"), results.get("false")
     text = PAGE.format(
         builtin=builtin_table(results["builtin"]),
+        reached=reached(results["builtin"]),
         estimates=estimate_table(results["builtin"]),
         common="\n\n".join(
             f"### {result['network']}\n\n{result['judged on']} images.\n\n{common_table(result)}"
@@ -737,14 +773,20 @@ intervals over images.
 ## Built-in corruptions that were not fitted
 
 Noise, blur, contrast, brightness, fog and compression at severity 3. Each is evaluated with alphas fitted without it:
-three fits per network, each without two of the six kinds, and on other images than the evaluation. No labels are used
-to fit, nor to choose the strength. The last two columns are the best point of the curve within that clean drop,
-measured with the labels of the evaluation images.
+three fits per network, each without two of the six kinds and without a third of the images to fit (so on 200 of 300
+images and four kinds), evaluated on other images. No labels are used to fit, nor to choose the strength. The last two
+columns are the best point of the curve within that clean drop, interpolated between strengths, as measured with the
+labels of the evaluation images.
 
 {builtin}
 
-The rule sees no labels. It estimates clean accuracy as the mean probability that the baseline assigns to the class now
-predicted. Estimated and measured change on clean images:
+{reached}
+
+The rule sees no labels. It estimates clean accuracy as the mean probability, after temperature scaling, that the
+baseline assigns to the class now predicted. The temperature too is chosen without labels: the one at which the baseline
+is as confident in its predictions as it is in the same classes on copies shifted by 1/16 of the side. On ResNet-8, 20
+and 32 (800 images each) that is 1.25, 1.38 and 1.55; fitted with labels it is 1.13, 1.43 and 1.58. Estimated / measured
+change on clean images:
 
 {estimates}
 

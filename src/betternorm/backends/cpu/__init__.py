@@ -1,7 +1,7 @@
-"""The C++ kernels for CPUs: loads the library that was built with the package.
+"""Loads the C++ kernels that were built with the package.
 
-`operators.cpp` registers them with torch's dispatcher. Without the library (no compiler at installation, another
-platform, a torch before 2.10) the plain form does the same in torch's operators.
+`operators.cpp` registers them with torch's dispatcher. Without the library (no compiler at installation, an unsupported
+platform, torch before 2.10), the reference implementation is used.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from betternorm.backends import operators  # noqa: F401  (the schemas have to be there first)
+from betternorm.backends import operators  # noqa: F401  (defines the schemas)
 
 LIBRARY = Path(__file__).with_name("libbetternorm.so.0")
 

@@ -1,10 +1,10 @@
-// Grouped batch normalisation on the CPU, one trip through memory for each group that fits into the cache.
+// Grouped batch normalization on the CPU, one trip through memory for each group that fits into the cache.
 //
 // A group is a run of consecutive examples times a run of consecutive channels times space. Its values are summed,
-// centred and written while they are in cache, which torch's own kernels do not do. backends/plain.py has the same
+// centered and written while they are in cache, which torch's own kernels do not do. backends/plain.py has the same
 // mathematics in readable form and is the oracle of this file.
 //
-// Lanes sum a few hundred values in float before they are added up in double. Every chunk of values is centred by its own
+// Lanes sum a few hundred values in float before they are added up in double. Every chunk of values is centered by its own
 // mean, and that mean is corrected by the mean of the residuals, so that a large mean costs no digits.
 //
 // Compiled once for each instruction set. Everything but the table at the end has internal linkage and nothing comes from
@@ -207,12 +207,12 @@ struct Scratch {
 // ---- sums for each channel over a block ----
 
 enum Term { MOMENTS, PRODUCTS, BOTH };
-// MOMENTS: x - centre and its square. PRODUCTS: dy, dy * (x - centre) and x - centre. BOTH: PRODUCTS and the square.
+// MOMENTS: x - center and its square. PRODUCTS: dy, dy * (x - center) and x - center. BOTH: PRODUCTS and the square.
 
 template <Term term> constexpr int sums_of() { return term == MOMENTS ? 2 : term == PRODUCTS ? 3 : 4; }
 
-template <Term term> INLINE void add(vec *sum, vec x, vec dy, vec centre) {
-    const vec d = x - centre;
+template <Term term> INLINE void add(vec *sum, vec x, vec dy, vec center) {
+    const vec d = x - center;
     if (term == MOMENTS) {
         sum[0] += d;
         sum[1] += d * d;
@@ -225,9 +225,9 @@ template <Term term> INLINE void add(vec *sum, vec x, vec dy, vec centre) {
 }
 
 template <Term term, class T>
-INLINE void sums_of_channel(const Block &b, const T *x, const T *dy, float centre, double *const *out, int64_t at) {
+INLINE void sums_of_channel(const Block &b, const T *x, const T *dy, float center, double *const *out, int64_t at) {
     constexpr int K = sums_of<term>();
-    const vec m = splat(centre);
+    const vec m = splat(center);
     const int64_t S = b.space, tail = S % LANES;
     double all[K] = {};
     vec sum[2][K] = {};
@@ -270,12 +270,12 @@ INLINE void sums_of_channel(const Block &b, const T *x, const T *dy, float centr
 constexpr int64_t NARROW = 4 * LANES;
 
 template <Term term, class T>
-INLINE void sums_of_row(int64_t width, const T *x, const T *dy, const float *centre, float *line, int64_t padded) {
+INLINE void sums_of_row(int64_t width, const T *x, const T *dy, const float *center, float *line, int64_t padded) {
     constexpr int K = sums_of<term>();
     int64_t c = 0;
     for (; c + LANES <= width; c += LANES) {
         vec sum[K];
-        const vec m = load(centre + c);
+        const vec m = load(center + c);
         for (int k = 0; k < K; k++) sum[k] = load(line + k * padded + c);
         add<term>(sum, load(x + c), term != MOMENTS ? load(dy + c) : m, m);
         for (int k = 0; k < K; k++) store(line + k * padded + c, sum[k]);
@@ -283,7 +283,7 @@ INLINE void sums_of_row(int64_t width, const T *x, const T *dy, const float *cen
     if (c < width) {
         vec sum[K];
         const int64_t n = width - c;
-        const vec m = load_some(centre + c, n);
+        const vec m = load_some(center + c, n);
         for (int k = 0; k < K; k++) sum[k] = load(line + k * padded + c);
         add<term>(sum, load_some(x + c, n), term != MOMENTS ? load_some(dy + c, n) : m, m);
         for (int k = 0; k < K; k++) store(line + k * padded + c, sum[k]);
@@ -291,12 +291,12 @@ INLINE void sums_of_row(int64_t width, const T *x, const T *dy, const float *cen
 }
 
 template <Term term, int vectors, class T>
-INLINE void sums_of_narrow_rows(int64_t rows, int64_t stride, const T *x, const T *dy, const float *centre, float *lines,
+INLINE void sums_of_narrow_rows(int64_t rows, int64_t stride, const T *x, const T *dy, const float *center, float *lines,
                                 int64_t padded, int64_t width) {
     constexpr int K = sums_of<term>(), count = vectors ? vectors : 1;
 #define GET(p, v) (vectors ? load((p) + (v) * LANES) : load_some(p, width))
     vec m[count], sum[LINES][count][K] = {};
-    for (int v = 0; v < count; v++) m[v] = GET(centre, v);
+    for (int v = 0; v < count; v++) m[v] = GET(center, v);
     int64_t row = 0;
     for (; row + LINES <= rows; row += LINES, x += LINES * stride, dy += LINES * stride)
         for (int j = 0; j < LINES; j++)
@@ -313,13 +313,13 @@ INLINE void sums_of_narrow_rows(int64_t rows, int64_t stride, const T *x, const 
 }
 
 template <Term term, class T>
-void sums(const Block &b, const T *x, const T *dy, const float *centre, const Scratch &s, double *const *out) {
+void sums(const Block &b, const T *x, const T *dy, const float *center, const Scratch &s, double *const *out) {
     constexpr int K = sums_of<term>();
     x += b.start;
     dy += b.start;
     if (!b.channels_last) {
         for (int64_t c = 0; c < b.width; c++)
-            sums_of_channel<term>(b, x + c * b.space, dy + c * b.space, centre[c], out, c);
+            sums_of_channel<term>(b, x + c * b.space, dy + c * b.space, center[c], out, c);
         return;
     }
     const int64_t padded = s.padded;
@@ -330,16 +330,16 @@ void sums(const Block &b, const T *x, const T *dy, const float *centre, const Sc
         int64_t c = 0;
         if (b.width <= NARROW) {
             for (; c + 4 * LANES <= b.width; c += 4 * LANES)
-                sums_of_narrow_rows<term, 4>(end - begin, b.stride, from + c, dy_from + c, centre + c, s.lines + c, padded, 0);
+                sums_of_narrow_rows<term, 4>(end - begin, b.stride, from + c, dy_from + c, center + c, s.lines + c, padded, 0);
             for (; c + LANES <= b.width; c += LANES)
-                sums_of_narrow_rows<term, 1>(end - begin, b.stride, from + c, dy_from + c, centre + c, s.lines + c, padded, 0);
+                sums_of_narrow_rows<term, 1>(end - begin, b.stride, from + c, dy_from + c, center + c, s.lines + c, padded, 0);
             if (c < b.width)
-                sums_of_narrow_rows<term, 0>(end - begin, b.stride, from + c, dy_from + c, centre + c, s.lines + c, padded,
+                sums_of_narrow_rows<term, 0>(end - begin, b.stride, from + c, dy_from + c, center + c, s.lines + c, padded,
                                              b.width - c);
         } else {
             __builtin_memset(s.lines, 0, LINES * K * padded * sizeof(float));
             for (int64_t row = begin; row < end; row++, from += b.stride, dy_from += b.stride)
-                sums_of_row<term>(b.width, from, dy_from, centre, s.lines + (row - begin) % LINES * K * padded, padded);
+                sums_of_row<term>(b.width, from, dy_from, center, s.lines + (row - begin) % LINES * K * padded, padded);
         }
         for (int k = 0; k < K; k++)
             for (int64_t c = 0; c < b.width; c++)
@@ -409,8 +409,8 @@ template <class T> void guess_mean(const Block &b, const T *x, float *guess) {
 
 template <class T>
 void statistics_of_chunk(const Block &b, const T *x, const Scratch &s, double *mean, double *variance) {
-    guess_mean(b, x, s.k.centre);
-    statistics_near(b, x, s.k.centre, s, mean, variance);
+    guess_mean(b, x, s.k.center);
+    statistics_near(b, x, s.k.center, s, mean, variance);
 }
 
 // Join the statistics of a further chunk, which is `share` of all so far, by the law of total variance.
@@ -438,25 +438,25 @@ void statistics(const Block &whole, int64_t chunk, const T *x, const Scratch &s,
 // ---- one value out for every value of a block ----
 
 template <bool with_dy>
-INLINE vec value(vec x, vec dy, vec centre, vec scale, vec slope, vec shift) {
-    const vec own = (x - centre) * slope + shift;
+INLINE vec value(vec x, vec dy, vec center, vec scale, vec slope, vec shift) {
+    const vec own = (x - center) * slope + shift;
     return with_dy ? dy * scale + own : own;
 }
 
 // `past`: whether past the caches.
 template <bool with_dy, bool past, class T>
 INLINE void write_channel(const Block &b, const T *x, const T *dy, const Coefficients &k, int64_t c, T *out) {
-    const vec centre = splat(k.centre[c]), slope = splat(k.slope[c]), shift = splat(k.shift[c]);
+    const vec center = splat(k.center[c]), slope = splat(k.slope[c]), shift = splat(k.shift[c]);
     const vec scale = with_dy ? splat(k.scale[c]) : slope;
     const int64_t tail = b.space % LANES, whole = b.space - tail;
     for (int64_t n = 0; n < b.runs; n++, x += b.stride, dy += b.stride, out += b.stride) {
         for (int64_t i = 0; i < whole; i += LANES) {
-            const vec v = value<with_dy>(load(x + i), with_dy ? load(dy + i) : slope, centre, scale, slope, shift);
+            const vec v = value<with_dy>(load(x + i), with_dy ? load(dy + i) : slope, center, scale, slope, shift);
             past ? store_past(out + i, v) : store(out + i, v);
         }
         if (tail) {
             const vec e = with_dy ? load_some(dy + whole, tail) : slope;
-            const vec v = value<with_dy>(load_some(x + whole, tail), e, centre, scale, slope, shift);
+            const vec v = value<with_dy>(load_some(x + whole, tail), e, center, scale, slope, shift);
             store_some(out + whole, v, tail);
         }
     }
@@ -468,14 +468,14 @@ INLINE void write_row(int64_t width, const T *x, const T *dy, const Coefficients
     int64_t c = 0;
     for (; c + LANES <= width; c += LANES) {
         const vec slope = load(k.slope + c), e = with_dy ? load(dy + c) : slope, scale = with_dy ? load(k.scale + c) : slope;
-        const vec v = value<with_dy>(load(x + c), e, load(k.centre + c), scale, slope, load(k.shift + c));
+        const vec v = value<with_dy>(load(x + c), e, load(k.center + c), scale, slope, load(k.shift + c));
         past ? store_past(out + c, v) : store(out + c, v);
     }
     if (c < width) {
         const int64_t n = width - c;
         const vec slope = load_some(k.slope + c, n), e = with_dy ? load_some(dy + c, n) : slope;
         const vec scale = with_dy ? load_some(k.scale + c, n) : slope;
-        const vec y = value<with_dy>(load_some(x + c, n), e, load_some(k.centre + c, n), scale, slope,
+        const vec y = value<with_dy>(load_some(x + c, n), e, load_some(k.center + c, n), scale, slope,
                                      load_some(k.shift + c, n));
         store_some(out + c, y, n);
     }
@@ -519,9 +519,9 @@ void write(const Block &whole, const Plan &plan, const T *x, const T *dy, const 
 
 INLINE void set_coefficients(const Coefficients &k, int64_t c, double mean, float rstd, const float *weight,
                              const float *bias) {
-    k.centre[c] = (float)mean;
+    k.center[c] = (float)mean;
     k.slope[c] = weight ? rstd * weight[c] : rstd;
-    k.shift[c] = (float)((bias ? bias[c] : 0) + (k.centre[c] - mean) * k.slope[c]);
+    k.shift[c] = (float)((bias ? bias[c] : 0) + (k.center[c] - mean) * k.slope[c]);
 }
 
 // `weight`, `bias`, the statistics and the tables of the group begin at the first channel of the block.
@@ -569,7 +569,7 @@ INLINE void backward_coefficients(int64_t width, int64_t per, double values, con
             const double off = found - found == 0 ? found : 0;
             dot[c] = (dot[c] - off * sum[c]) * r;
             const double slope = -w * dot[c] * share * r * r;
-            k.centre[c] = mean[c];
+            k.center[c] = mean[c];
             k.scale[c] = (float)(w * r);
             k.slope[c] = (float)slope;
             k.shift[c] = (float)(-w * sum[c] * share * r - slope * off);
@@ -589,7 +589,7 @@ INLINE void backward_coefficients(int64_t width, int64_t per, double values, con
             k.scale[c] = (float)(w * r);
         }
         for (int64_t c = g * per; c < (g + 1) * per; c++) {
-            k.centre[c] = mean[g];
+            k.center[c] = mean[g];
             k.slope[c] = (float)(-mean_dot * r * r);
             k.shift[c] = (float)(-mean_dy * r + mean_dot * r * r * off);
         }
@@ -625,8 +625,8 @@ template <class T> void backward(const Backward &a, int64_t begin, int64_t end) 
         const Block b = unit_block(s, group, c0, least(a.plan.width, C - c0));
         double *const out[] = {a.sum + group * C + c0, a.dot + group * C + c0, scratch.c};
         const int64_t table = group * K + c0 / per;
-        spread(b.width, per, a.group_mean + table, k.centre);
-        sums<PRODUCTS>(b, x, dy, k.centre, scratch, out);
+        spread(b.width, per, a.group_mean + table, k.center);
+        sums<PRODUCTS>(b, x, dy, k.center, scratch, out);
         backward_coefficients(b.width, per, (double)b.values(), a.weight ? a.weight + c0 : nullptr, a.group_mean + table,
                               a.group_rstd + table, out[0], out[1], out[2], k);
         if (a.dx) write<true>(b, a.plan, x, dy, k, (T *)a.dx);
@@ -684,8 +684,8 @@ template <class T> void backward_sums(const Backward &a, int64_t begin, int64_t 
     const Scratch scratch(C);
     for (int64_t i = begin; i < end; i++) {
         double *const out[] = {a.parts[0] + i * C, a.parts[1] + i * C, a.parts[2] + i * C};
-        spread(C, per, a.group_mean + i / a.plan.slices * K, scratch.k.centre);
-        sums<PRODUCTS>(slice_block(s, a.plan, i), (const T *)a.x, (const T *)a.dy, scratch.k.centre, scratch, out);
+        spread(C, per, a.group_mean + i / a.plan.slices * K, scratch.k.center);
+        sums<PRODUCTS>(slice_block(s, a.plan, i), (const T *)a.x, (const T *)a.dy, scratch.k.center, scratch, out);
     }
 }
 
@@ -745,8 +745,8 @@ template <class T> void infer(const Infer &a, int64_t begin, int64_t end) {
         const Block b = unit_block(s, group, c0, least(a.plan.width, C - c0));
         const Weighed p(a, c0);
         double *m = scratch.c, *v = scratch.d, mean, rstd;
-        __builtin_memcpy(k.centre, p.M, b.width * sizeof(float));  // the moving average is a good guess of the mean
-        statistics_near(b, x, k.centre, scratch, m, v);
+        __builtin_memcpy(k.center, p.M, b.width * sizeof(float));  // the moving average is a good guess of the mean
+        statistics_near(b, x, k.center, scratch, m, v);
         for (int64_t g = 0; g < b.width; g += per) {
             p.group(g, per, m, v, a.eps, mean, rstd);
             for (int64_t c = g; c < g + per; c++) set_coefficients(k, c, mean, (float)rstd, p.weight, p.bias);
@@ -780,17 +780,17 @@ template <class T> void infer_backward(const InferBackward &a, int64_t begin, in
             }
             return near;
         };
-        __builtin_memcpy(k.centre, p.M, b.width * sizeof(float));
-        if (!moments(k.centre)) {
-            for (int64_t c = 0; c < b.width; c++) k.centre[c] = (float)m[c];
-            moments(k.centre);
+        __builtin_memcpy(k.center, p.M, b.width * sizeof(float));
+        if (!moments(k.center)) {
+            for (int64_t c = 0; c < b.width; c++) k.center[c] = (float)m[c];
+            moments(k.center);
         }
         for (int64_t g = 0; g < b.width; g += per) {
             double mean, r, of_mean = 0, of_variance = 0;
             p.group(g, per, m, v, a.eps, mean, r);
             for (int64_t c = g; c < g + per; c++) {
                 const double w = p.weight ? p.weight[c] : 1;
-                dot[c] = (dot[c] + (k.centre[c] - mean) * sum[c]) * r;
+                dot[c] = (dot[c] + (k.center[c] - mean) * sum[c]) * r;
                 of_mean -= w * r * sum[c] / per;
                 of_variance -= w * r * r * dot[c] / (2 * per);
             }
@@ -801,7 +801,7 @@ template <class T> void infer_backward(const InferBackward &a, int64_t begin, in
                 const double constant = alpha * (of_mean + 2 * of_variance * own) * share;
                 k.scale[c] = (float)(p.weight ? p.weight[c] * r : r);
                 k.slope[c] = (float)slope;
-                k.shift[c] = (float)(constant + slope * (k.centre[c] - m[c]));
+                k.shift[c] = (float)(constant + slope * (k.center[c] - m[c]));
             }
         }
         if (a.dx) write<true>(b, a.plan, x, dy, k, (T *)a.dx);

@@ -27,11 +27,11 @@ struct Plan {
     bool past;  // write past the caches
 };
 
-// out = (x - centre) * slope + shift, and with dy: + dy * scale
+// out = (x - center) * slope + shift, and with dy: + dy * scale
 struct Coefficients {
-    float *centre, *scale, *slope, *shift;
+    float *center, *scale, *slope, *shift;
 
-    Coefficients from(int64_t i) const { return {centre + i, scale + i, slope + i, shift + i}; }
+    Coefficients from(int64_t i) const { return {center + i, scale + i, slope + i, shift + i}; }
 };
 
 struct Forward {

@@ -24,7 +24,7 @@ using ScalarType = torch::headeronly::ScalarType;
 constexpr int64_t SERIAL_BELOW = 32768;  // values below which threads cost more than they bring, as in ATen
 constexpr int64_t WIDEST = 1024;         // channels last: channels of a unit, so much of a row is read at once
 constexpr int64_t SHORT = 2048;          // contiguous: maps below which a unit takes several channels
-constexpr int64_t CHUNK = 128 << 10;     // bytes that are summed and centred while they are in cache
+constexpr int64_t CHUNK = 128 << 10;     // bytes that are summed and centered while they are in cache
 constexpr int64_t BLOCK = 64;            // channels of a table that are added up at a time
 // Bytes of an output from which on it is written past the caches in training: the layer by itself is then faster, and whole
 // networks are as fast with any limit from 2 to 16 MB. At inference the input need not be kept, and there is room for both.
