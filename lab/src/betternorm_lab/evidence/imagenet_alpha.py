@@ -277,7 +277,8 @@ def gain(arrays: dict[str, np.ndarray[Any, Any]], way: str, metric: str, over: s
 
 
 def missing_alphas(meta: dict[str, Any]) -> int:
-    return len(ALPHAS) - sum(mixing == "moments" for mixing, *_ in meta["curve"])
+    evaluated = [alpha for mixing, alpha, *_ in meta["curve"] if mixing == "moments"]
+    return len(ALPHAS) - len(evaluated)
 
 
 def change(arrays: dict[str, np.ndarray[Any, Any]], setting: Setting, images: int) -> Estimate:
