@@ -120,3 +120,23 @@ def test_no_data_to_calibrate_on_is_an_error() -> None:
 def test_nothing_to_calibrate_is_an_error() -> None:
     with pytest.warns(UserWarning, match="nothing to convert"), pytest.raises(ValueError, match="no layer"):
         calibrate(nn.Sequential(nn.Linear(3, 3)), [torch.randn(4, 3)])
+
+
+def test_a_loader_that_shuffles_gives_what_a_fixed_one_does() -> None:
+    """Passes on different examples would not converge: errors of one layer grow in the next."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU()]
+    for _ in range(5):
+        layers += [nn.Conv2d(8, 8, 3, padding=1, groups=8, bias=False), nn.BatchNorm2d(8), nn.ReLU()]
+    model = nn.Sequential(*layers).eval()
+    data = torch.utils.data.TensorDataset(torch.randn(60, 3, 6, 6), torch.zeros(60))
+    state = torch.get_rng_state()
+    shuffled = torch.utils.data.DataLoader(data, 16, shuffle=True, drop_last=True)
+    first, second = copy.deepcopy(model), copy.deepcopy(model)
+    calibrate(first, shuffled)
+    assert torch.equal(torch.get_rng_state(), state)
+    calibrate(second, list(shuffled))  # the same shuffle, from the same random state
+    for one, other in zip(first, second, strict=True):
+        if isinstance(one, nn.BatchNorm2d):
+            torch.testing.assert_close(one.running_mean, other.running_mean)
+            torch.testing.assert_close(one.running_var, other.running_var)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import random
-import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +22,7 @@ from betternorm.advice.state import (
     window,
 )
 from betternorm.display.progress import Bar
-from betternorm.weighing.batches import Forward
+from betternorm.weighing.batches import Forward, random_state_kept
 from betternorm.weighing.evidence import ENOUGH_TO_JUDGE, Gain, gain_between
 from betternorm.weighing.folds import assign_folds
 from betternorm.weighing.metrics import METRICS
@@ -105,7 +102,7 @@ def diagnose(
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         model = model.module
     skewed = ranks_that_disagree(_batch_norms(model))
-    with _random_state_kept(loader, stats_loader), Bar("diagnosing", None, progress) as bar:
+    with random_state_kept(loader, stats_loader), Bar("diagnosing", None, progress) as bar:
         examples = Examples(loader, max_examples)
         stats = None if stats_loader is None else Examples(stats_loader, max_examples, "stats_loader")
         size = train_batch_size or (stats.batch_size if stats else None)
@@ -226,15 +223,19 @@ class _Examination:
         # Far from the training data, small differences between averages matter by chance.
         stale = _is_finding(cost) and (shift is None or _size(cost) > _size(shift) / 4)
         if stale or self.skewed or uneven:
-            self._stale(before, expected, cost if stale else {}, uneven)
+            self._stale(before, after, expected, cost if stale else {}, uneven)
         if shift is not None:
             self._shifted(after, adapted, expected, shift)
 
-    def _stale(self, before: Scores, expected: Averages, cost: dict[str, Gain], uneven: tuple[str, ...]) -> None:
+    def _stale(
+        self, before: Scores, after: Scores, expected: Averages, cost: dict[str, Gain], uneven: tuple[str, ...]
+    ) -> None:
         """The averages do not fit: name the reason that the state of the layers gives."""
         far = tuple(sorted((n for n in self.distances if self.distances[n] > FAR), key=lambda n: -self.distances[n]))
         fix = RECALIBRATE if self.stats is not None else f"{RECALIBRATE}  # training data"
-        gain = self._gain_of_averages(before, expected) if cost or self.skewed else {}
+        gain: dict[str, Gain] = {}
+        if self.try_fixes and (cost or self.skewed):
+            gain = self._gain_on_halves(before) if self.stats is None else self.probe.gain(before, after)
         if self.skewed:
             why = "the ranks of the process group have different moving averages; a checkpoint keeps those of one"
             self._add("rank_skew", why, self.skewed, fix, cost, gain)
@@ -307,28 +308,17 @@ class _Examination:
         fix = f"betternorm.tune_alpha(model, loader{', stats_loader=stats_loader' if again else ''})"
         gain: dict[str, Gain] = {}
         if self.try_fixes:
-            if again and stats is not None:
-                averages = probe.refine(expected, stats)
-                base = probe.evaluate(averages)
-                tried = [probe.evaluate(averages, alpha) for alpha in alphas]
             gain = probe.gain(before, self._best_of_other_half([base, *tried]))
         return Finding("small_batches", why, tuple(self.layers), fix, cost, gain)
 
     # -- gains of fixes --
-
-    def _gain_of_averages(self, before: Scores, expected: Averages) -> dict[str, Gain]:
-        if not self.try_fixes:
-            return {}
-        if self.stats is None:
-            return self._gain_on_halves(before)
-        return self.probe.gain(before, self.probe.evaluate(self.probe.refine(expected, self.stats)))
 
     def _gain_on_halves(self, before: Scores) -> dict[str, Gain]:
         """Recalibrated on each half of the data, evaluated on the other."""
         probe, data = self.probe, self.probe.examples
 
         def recalibrated(rows: Tensor, others: Tensor) -> Scores:
-            return probe.evaluate(probe.refine(probe.collect(data, rows), data, rows), among=others)
+            return probe.evaluate(probe.collect(data, rows), among=others)
 
         return probe.gain(before, self._crossed(recalibrated))
 
@@ -399,22 +389,3 @@ def _size(cost: dict[str, Gain]) -> float:
 
 def _merged(own: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], where: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(where, other[0], own[0]), torch.where(where, other[1], own[1])
-
-
-@contextmanager
-def _random_state_kept(*loaders: Any) -> Iterator[None]:
-    """The state of torch's, Python's, and NumPy's generators, and of those of the loaders, as before."""
-    numpy: Any = sys.modules.get("numpy")
-    owners = [owner for loader in loaders for owner in (loader, getattr(loader, "sampler", None))]
-    generators = {g for owner in owners if isinstance(g := getattr(owner, "generator", None), torch.Generator)}
-    states = [(generator, generator.get_state()) for generator in generators]
-    of_python, of_numpy = random.getstate(), numpy.random.get_state() if numpy else None
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        try:
-            yield
-        finally:
-            random.setstate(of_python)
-            if numpy:
-                numpy.random.set_state(of_numpy)
-            for generator, state in states:
-                generator.set_state(state)

@@ -25,13 +25,11 @@ from betternorm.weighing.batches import (
     output_of,
     select,
 )
-from betternorm.weighing.calibration import calibrate
 from betternorm.weighing.evidence import Gain, gain_between
 from betternorm.weighing.metrics import CALIBRATED, METRICS
 
 MOST_BYTES = 2 << 30  # of examples kept in memory
 RECALIBRATION_BATCH = 128  # examples per batch when averages are collected again
-REFINEMENTS = 3  # further passes with the moving averages of the pass before, as `calibrate` makes them
 
 JUDGED = {"top1": METRICS["top1"], "loss": METRICS[CALIBRATED]}
 Scores = dict[str, Tensor]  # by metric, one row per example
@@ -135,17 +133,6 @@ class Probe:
         self.write(self.averages)
         self._count("recalibrating", examples, among)
         return collected
-
-    def refine(self, averages: Averages, examples: Examples, among: Tensor | None = None) -> Averages:
-        """Nearly what `calibrate` gives, which starts from other averages and makes passes until they stay."""
-        self.write(averages)
-        batches = [examples.take(rows) for rows in examples.shuffled(RECALIBRATION_BATCH, self.seed, among)]
-        calibrate(self.model, batches, passes=REFINEMENTS, forward=self.forward, progress=False)
-        refined = self.read()
-        self.write(self.averages)
-        for _ in range(REFINEMENTS):
-            self._count("calibrating", examples, among)
-        return refined
 
     # -- metrics --
 

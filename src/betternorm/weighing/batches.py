@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -143,6 +145,25 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+@contextmanager
+def random_state_kept(*loaders: Any) -> Iterator[None]:
+    """Afterwards all generators are as before, also those of the loaders: iterated again, they shuffle the same way."""
+    numpy: Any = sys.modules.get("numpy")
+    owners = [owner for loader in loaders for owner in (loader, getattr(loader, "sampler", None))]
+    generators = {g for owner in owners if isinstance(g := getattr(owner, "generator", None), torch.Generator)}
+    states = [(generator, generator.get_state()) for generator in generators]
+    of_python, of_numpy = random.getstate(), numpy.random.get_state() if numpy else None
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        try:
+            yield
+        finally:
+            random.setstate(of_python)
+            if numpy:
+                numpy.random.set_state(of_numpy)
+            for generator, state in states:
+                generator.set_state(state)
 
 
 def device_of(model: nn.Module) -> torch.device:

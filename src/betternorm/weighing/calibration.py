@@ -22,6 +22,7 @@ from betternorm.weighing.batches import (
     iterate,
     length_of,
     output_of,
+    random_state_kept,
 )
 
 
@@ -45,13 +46,14 @@ def calibrate(
     pass before, as at inference, so that the result depends neither on the batch size nor on the order of the data; a
     layer is exact once all layers before it are. Passes are repeated until no average changes by more than
     ``tolerance`` (in standard deviations of its channel), at most as many as there are layers plus one. The result are
-    the statistics of one batch of all the data. All examples have the same weight.
+    the statistics of one batch of all the data. All examples have the same weight. A loader that shuffles does it the
+    same way in every pass.
 
     Args:
         model: the model to calibrate.
         loader: batches as for `tune_alpha`; labels are ignored.
         max_examples: use only the first so many examples.
-        passes: the exact number of passes; 1 is often sufficient for a trained BatchNorm model.
+        passes: the exact number of passes. Fewer than there are layers can be far from the result in a deep model.
         tolerance: see above.
         forward: ``forward(model, batch)``, for other formats of batches.
         progress: show a progress bar; None shows it on a terminal.
@@ -78,7 +80,13 @@ def calibrate(
         batches = 0
         try:
             label, length = f"calibrating, pass {done}", length_of(loader, max_examples)
-            with evaluating(model), torch.inference_mode(), Bar(label, length, progress) as bar:
+            # Passes on different examples do not converge, and errors grow from layer to layer.
+            with (
+                random_state_kept(loader),
+                evaluating(model),
+                torch.inference_mode(),
+                Bar(label, length, progress) as bar,
+            ):
                 for batch in iterate(loader, max_examples, device_of(model)):
                     run(model, batch)
                     batches += 1
