@@ -57,8 +57,8 @@ def add_model_options(parser: CommandParser, max_examples: int | None = None, la
     add = parser.add_argument_group("model and images (default: as the model declares)").add_argument
     add("--num-classes", type=int, metavar="N", help="number of outputs of the model")
     add("--ema", rare=True, action="store_true", help="use the averaged weights of the checkpoint")
-    add("--mean", metavar="R,G,B", help="of pixels between 0 and 1")
-    add("--std", metavar="R,G,B", help="of pixels between 0 and 1")
+    add("--mean", metavar="R,G,B", help="subtracted from pixels between 0 and 1")
+    add("--std", metavar="R,G,B", help="what the difference is divided by")
     add("--size", type=int, metavar="PIXELS", help="side of the images")
     default = "" if max_examples is None else f" (default: {max_examples})"
     old, note = {"--limit": "--max-examples"}, f"use N images, evenly spaced{default}"

@@ -41,7 +41,8 @@ examples:
   betternorm fit mine.py:build --checkpoint mine.pt --images photos --mean 0,0,0 --std 1,1,1 --shift noise,blur
 
 Writes the checkpoint (--out), the fitted alphas with the strength curve (.json), and its plot (.png). Exit codes: 0 the
-model is more robust, 1 no significant gain. To load it: model = betternorm.load(model, "fitted.pt")
+model is more robust, 1 no significant gain, 2 bad usage or input. To load the checkpoint:
+model = betternorm.load(model, "fitted.pt")
 """
 
 
@@ -50,10 +51,10 @@ def add_arguments(parser: CommandParser) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help="timm:NAME, torchvision:NAME or file.py:function")
     add("--checkpoint", type=Path, required=True, metavar="FILE", help=".pt, .pth or .safetensors")
-    add("--images", type=Path, required=True, metavar="FOLDER", help="of images, labels not needed; or an .npz")
-    add("--output", "--out", dest="out", type=Path, metavar="FILE", help="(default: CHECKPOINT-fitted, next to it)")
+    add("--images", type=Path, required=True, metavar="FOLDER", help="folder of images without labels, or an .npz")
+    add("--output", "--out", dest="out", type=Path, metavar="FILE", help="(default: CHECKPOINT-fitted)")
     add = parser.add_argument_group("the fit").add_argument
-    add("--per", choices=PER, default="channel", help="what shares one alpha (default: channel)")
+    add("--per", choices=PER, default="channel", help="one alpha for each (default: channel)")
     add("--shift", metavar="NAMES", help=f"corruptions: some of {','.join(KINDS)} (default: all)")
     add("--max-clean-drop", type=float, metavar="X", help="in points (default: the best mean of clean and corrupted)")
     add("--steps", rare=True, type=int, default=STEPS, metavar="N", help=f"of Adam, per fit (default: {STEPS})")

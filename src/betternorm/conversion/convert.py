@@ -124,15 +124,17 @@ def convert(
     ``weighed``      the same in training, with ``alpha`` at inference  none
     ``ghost``        :class:`~betternorm.GhostBatchNorm`                ``ghost_size`` (16)
     ``batch_group``  :class:`~betternorm.BatchGroupNorm`                ``num_groups`` (32), ``examples_per_group`` (2)
-    ``group``        Group Norm with moving averages, alpha = 1         ``num_groups`` (32)
+    ``group``        Group Norm that also keeps moving averages         ``num_groups`` (32)
     ``renorm``       :class:`~betternorm.BatchRenorm`                   ``r_max``, ``d_max`` and its schedule
     ===============  =================================================  ==========================================
 
-    Supported are torch's BatchNorm1d/2d/3d, SyncBatchNorm (statistics stay synchronized), timm's BatchNormAct2d and its
-    variants (the activation is kept), and the layers of this package. "weighed" and "batch_group" also convert
-    GroupNorm, and "weighed" InstanceNorm and torchvision's FrozenBatchNorm2d. GroupNorm and InstanceNorm have no moving
-    averages: "weighed" sets their alpha to 1, which leaves the output unchanged, and `betternorm.calibrate` collects
-    the averages that other alphas need. "weighed" does not change layers of this package, which have an alpha already.
+    ``alpha`` is the weight of an example's own statistics at inference; the moving averages have the rest.
+
+    Supported layers are torch's BatchNorm1d/2d/3d, SyncBatchNorm (statistics stay synchronized), timm's BatchNormAct2d
+    and its variants (the activation is kept), and the layers of this package. "weighed" and "batch_group" also convert
+    GroupNorm. "weighed" also converts InstanceNorm and torchvision's FrozenBatchNorm2d. GroupNorm and InstanceNorm have
+    no moving averages: "weighed" sets their alpha to 1, which leaves the output unchanged, and `betternorm.calibrate`
+    collects the averages that other alphas need. "weighed" skips layers of this package, which already have an alpha.
     The other conversions change training, so they reset alpha: to 1 for "group", to 0 otherwise.
 
     Every layer stays the same object and only its class changes, as with ``torch.nn.utils.parametrize``. References to
@@ -142,8 +144,8 @@ def convert(
     Args:
         model: the model, or a norm layer.
         to: the kind of layer, see the table.
-        where: which layers to convert: a predicate of name and module, or name patterns (``"layer3.*"``). Patterns that
-            begin with ``!`` exclude layers (``"!bn1"`` keeps the stem).
+        where: which layers to convert: a function of name and module that returns a bool, or name patterns
+            (``"layer3.*"``). Patterns that begin with ``!`` exclude layers (``"!bn1"`` keeps the stem).
         process_group: compute statistics over the processes of this group; ``"world"`` for all processes.
         verbose: print a table of converted and skipped layers.
         **options: see the table.
@@ -210,7 +212,7 @@ def revert(model: M) -> M:
     """Undo every `convert` of ``model``, in place.
 
     Layers get their original class back and keep their parameters and moving averages. Alphas are dropped, and so are
-    moving averages that the original layer did not have. Layers of this package that were not converted stay.
+    moving averages that the original layer did not have. Layers that were not converted are left unchanged.
 
     Args:
         model: the model, or a converted layer.

@@ -1,4 +1,4 @@
-"""Fit alpha by gradient on corrupted, unlabeled images: one alpha per channel, layer or model (section 3.1).
+"""Fit alpha by gradient on corrupted, unlabeled images: one alpha per channel, layer or model.
 
 All weights are frozen. The targets are the model's own predictions on the clean images, so that a corrupted image is
 mapped to what the model predicts without the corruption. At inference each image is still processed independently.
@@ -61,15 +61,16 @@ def fit_alpha(
 ) -> AlphaFit:
     """Make a pretrained model robust to corruptions: fit alpha on a few hundred unlabeled images, and set it.
 
-    One alpha per channel is fitted by gradient, all weights being frozen. Half of each batch are clean images, half
-    corrupted ones; the loss is the cross-entropy to the model's own predictions on the clean images. The fitted alphas
-    scaled by a ``strength`` between 0 and 1 trace a curve from the baseline (alpha 0 for BatchNorm, 1 for GroupNorm) to
-    the most robust model. The strength is chosen on held-out images and corruptions.
+    Alpha is the weight of an image's own statistics at inference. One alpha per channel is fitted by gradient descent,
+    with all weights frozen. Half of each batch is clean, half is corrupted; the loss is the cross-entropy to the
+    model's own predictions on the clean images. A ``strength`` between 0 and 1 scales the fitted alphas, from the
+    baseline (alpha 0 for BatchNorm, 1 for GroupNorm) to the most robust model. The strength is chosen on held-out
+    images and corruptions.
 
     Gains are cross-validated: images and kinds of corruption are divided into ``folds``, and each fold is evaluated
-    with alphas that were fitted on the other images under the other corruptions. The final alphas start from the mean
-    of the folds' and are fitted on everything. Without labels, accuracy is estimated as the mean probability that the
-    baseline, given the clean image, assigns to the class now predicted. The confidence interval of the mean gain is
+    with alphas that were fitted on the other images under the other corruptions. The final alphas start from the
+    mean over the folds and are fitted on everything. Without labels, accuracy is estimated as the mean probability that
+    the baseline, given the clean image, assigns to the class now predicted. The confidence interval of the mean gain is
     corrected for the number of strengths. If it includes zero, a warning is issued and alpha is left unchanged.
 
     A plain model is converted in place (``convert(model, "weighed")``) once everything has been fitted; nothing else in
@@ -79,30 +80,33 @@ def fit_alpha(
     Args:
         images: a tensor (N, C, H, W), a list of batches or a loader, normalized as the model expects them. Labels are
             ignored unless ``targets="labels"``. At least 100 images.
-        per: "channel", "layer" or "model": what shares one alpha.
+        per: fit one alpha per "channel", per "layer" or for the whole "model".
         shifts: names of corruptions as in :func:`~betternorm.weighing.corruptions`, or a dict from names to functions
             of a batch of images. Names of the form "kind:level" are levels of one kind. None: all built-in corruptions
             at severities 1, 3 and 5.
-        mean, std: of the normalization of ``images``, for the built-in corruptions. None: those that a timm or
-            torchvision model declares.
-        targets: "own" for the model's predictions, or "labels".
-        max_clean_drop: the rule for the strength. None: the best mean over clean and corrupted images. A number: the
-            best mean over the corruptions at a drop in clean accuracy of at most so many points.
-        temperature: what the baseline's logits are divided by for the estimate of accuracy. None: the temperature at
-            which the baseline is as confident in its predictions as it is in the same classes on slightly shifted
-            copies of the images, which needs no labels. 1 overestimates the clean drop of an overconfident model.
-        steps, batch_size: of Adam, for each fit.
+        mean, std: what ``images`` were normalized with, for the built-in corruptions. None: what a timm or torchvision
+            model declares.
+        targets: "own" for the model's own predictions on the clean images, or "labels".
+        max_clean_drop: how the strength is chosen. None: by the best mean accuracy over clean and corrupted images. A
+            number: by the best mean over the corruptions, with clean accuracy at most this many points lower.
+        temperature: what the baseline's logits are divided by to estimate accuracy without labels. None: the
+            temperature at which the baseline is as confident in its predictions as it is in the same classes on
+            slightly shifted copies of the images. 1 overestimates the clean drop of an overconfident model.
+        steps, batch_size: number of Adam steps in each fit, and images per step.
+        folds: number of folds for cross-validation.
+        confidence: level of the intervals.
         require_significant: leave alpha unchanged if the gain is not significant.
         forward: ``forward(model, images)`` returns logits (N, classes, ...), for models with other inputs or outputs.
-        max_examples: use the first so many images; they are kept in memory.
-        resume: a file for intermediate results; the same call continues an interrupted fit.
+        max_examples: use at most this many images, the first ones; they are kept in memory.
+        resume: a file for intermediate results, from which the same call continues after an interruption.
+        seed: of the order of the images and the division into folds.
         progress: show a bar with the remaining time; None shows it on a terminal.
 
     Examples::
 
         fit = betternorm.fit_alpha(model, images)  # 300 images are enough
         print(fit)
-        fit.set(0.5)  # another point of the curve
+        fit.set(0.5)  # another strength
         torch.save(model.state_dict(), "robust.pt")  # alpha is in the state_dict
     """
     if per not in PER:
