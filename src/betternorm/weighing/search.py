@@ -86,7 +86,7 @@ def tune_alpha(
     Gains are cross-validated: for each of ``folds`` folds, alpha and temperature are fitted on the other folds and
     evaluated on the held-out one. The confidence interval of the objective is corrected for the number of alphas tried.
     If it includes zero, or if there are fewer than 50 distinct examples, a warning is issued and alpha is left
-    unchanged.
+    unchanged: at the baseline, which an alpha that was set earlier (by `fit_alpha`, say) is reset to.
 
     Args:
         model: a model with BatchNorm, GroupNorm or InstanceNorm layers.
@@ -113,7 +113,7 @@ def tune_alpha(
         forward: ``forward(model, batch)`` returns outputs and targets, for other formats of batches and other tasks.
         stats_loader: data for the moving averages of GroupNorm and InstanceNorm layers; given explicitly, those of
             BatchNorm layers are recomputed too.
-        max_examples: use only the first so many examples.
+        max_examples: use at most this many examples, the first ones.
         resume: a file for intermediate results; the same call continues an interrupted search.
         seed: for the assignment of folds and the resampling of intervals.
         progress: show a progress bar; None shows it on a terminal.
