@@ -38,6 +38,7 @@ def main(readme: Path, folder: Path) -> None:
     model = names["build"]()  # type: ignore[operator]
     loader = [(torch.randn(32, 3, 16, 16), torch.arange(32) % 10) for _ in range(4)]
     names |= {"model": model.eval(), "train_loader": loader, "val_loader": loader, "torch": torch}
+    names |= {"images": torch.rand(120, 3, 16, 16).sub(0.5).div(0.25), "mean": 0.5, "std": 0.25}
     mean, std = (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)
     betternorm.fit_alpha.__kwdefaults__["steps"] = 4  # the README's line in seconds
     names |= {"images": (torch.rand(120, 3, 16, 16) - 0.5) / 0.25, "mean": mean, "std": std}

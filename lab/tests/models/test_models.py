@@ -161,9 +161,9 @@ def too_shallow(folder):
     [
         (lambda folder: None, "there is no such file"),
         (lambda folder: (folder / "w.pt").write_bytes(b"junk"), "damaged or not a checkpoint"),
-        (lambda folder: torch.save([1, 2], folder / "w.pt"), "holds a list; a dict of tensors is wanted"),
-        (wrong_width, "of another architecture: .* of other shapes"),
-        (wrong_depth, "of another architecture: .* unknown to the model"),
+        (lambda folder: torch.save([1, 2], folder / "w.pt"), "contains a list; expected a dict of tensors"),
+        (wrong_width, "of another architecture: .* with other shapes"),
+        (wrong_depth, "of another architecture: .* not in the model"),
         (too_shallow, "of another architecture: .* missing"),
     ],
 )

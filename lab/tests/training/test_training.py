@@ -347,7 +347,7 @@ def test_configurations_that_cannot_be(options, words):
     [
         ({"batch_size": 2000}, "batch_size is 2000; the training split has 1079 examples"),
         ({"norm_decay": "some"}, "norm_decay is 'some'"),
-        ({"gamma_target": 1}, "weight_decay is 0 in every group with gammas"),
+        ({"gamma_target": 1}, "weight_decay is 0 in all groups with gammas"),
         ({"finetune_from": "nowhere.pt"}, r"checkpoint nowhere\.pt: there is no such file"),
         ({"finetune_from": "trial:0123"}, "there is no such file"),
         ({"precision": "3"}, "Lightning Fabric raised an error"),
