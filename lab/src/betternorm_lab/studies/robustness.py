@@ -390,14 +390,14 @@ def measure_natural(arguments: argparse.Namespace) -> dict[str, Any]:
         for domain in ("photo", "art_painting", "cartoon", "sketch"):
             labels = torch.from_numpy(file[f"{domain}_labels"]).long()
             order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-            rows = order if domain == "photo" else order[:600]
+            rows = order if domain == "photo" else order[:300]
             pixels = torch.from_numpy(file[f"{domain}_images"][rows.numpy()]).permute(0, 3, 1, 2).float() / 255
             domains[domain] = Part(pixels, labels[rows], mean, std)
     photos = domains["photo"]
     half = len(photos.labels) // 2
     model.classifier = nn.Identity()
-    with torch.inference_mode():
-        features = torch.cat([logits(model, x) for x in photos.images[:half].split(100)]).clone()
+    with torch.no_grad():
+        features = torch.cat([logits(model, x) for x in photos.images[:half].split(100)])
     head = nn.Linear(1280, 7)
     optimizer = torch.optim.AdamW(head.parameters(), lr=0.003, weight_decay=0.01)
     for _ in range(200):
@@ -405,7 +405,7 @@ def measure_natural(arguments: argparse.Namespace) -> dict[str, Any]:
         F.cross_entropy(head(features), photos.labels[:half]).backward()
         optimizer.step()
     model.classifier = head.requires_grad_(False)
-    domains["photo"] = Part(photos.pixels[half:], photos.labels[half:], mean, std)
+    domains["photo"] = Part(photos.pixels[half:][:400], photos.labels[half:][:400], mean, std)
     file = arguments.work / "natural.pt"
     fitted = Part(photos.pixels[:300], photos.labels[:300], mean, std)
     results = fit_files(model, fitted, network, file, mean=network.mean, std=network.std, progress=arguments.progress)
@@ -636,6 +636,7 @@ METHODS = {
     "baseline": "baseline",
     "best mean": "**alpha per channel, best mean**",
     "0.5": "**alpha per channel, estimated clean drop at most 0.5**",
+    "strength 1": "alpha per channel, strength 1",
     "per layer": "alpha per layer, best mean",
     "one alpha": "one alpha, tuned with labels",
     "linear, tuned": "one alpha, linear mixing (alpha-BN), tuned with labels",
@@ -650,7 +651,7 @@ METHODS = {
 
 def common_table(result: Mapping[str, Any]) -> str:
     rows, chosen = result["rows"], result["chosen"]
-    keys = {"best mean": chosen["channel|None"], "0.5": chosen["channel|0.5"]}
+    keys = {"best mean": chosen["channel|None"], "0.5": chosen["channel|0.5"], "strength 1": 1.0}
     lines = [
         "| method | clean | mean of the fifteen | change, clean | change, corrupted | error relative to the baseline |",
         "| --- | ---: | ---: | --- | --- | ---: |",
@@ -659,7 +660,7 @@ def common_table(result: Mapping[str, Any]) -> str:
         key = method
         if method in keys:
             key = f"channel, strength {keys[method]}" if keys[method] else "baseline"
-            words += f" (strength {keys[method]:g})"
+            words += f" (strength {keys[method]:g})" if method != "strength 1" else ""
         elif method in ("one alpha", "linear, tuned") and method in chosen:
             words += f" ({chosen[method]:g})"
         if key in rows:
@@ -744,6 +745,7 @@ def write_page(results: Mapping[str, Any], out: Path) -> None:
             for result in results["common"]
         ),
         against=against_table(results["common"]),
+        mixing=MIXING,
         by_corruption="\n\n".join(
             f"### {result['network']}\n\n{by_corruption_table(result)}" for result in results["common"]
         ),
@@ -753,6 +755,14 @@ def write_page(results: Mapping[str, Any], out: Path) -> None:
     (out / "robustness.md").write_text(text)
     figure(results, out / "robustness.svg")
 
+
+MIXING = """\
+With one alpha for the model, linear mixing is ahead of second moments by more than half a point, at a lower clean
+accuracy; one model is too few to decide, so the library does not offer it. Alpha per channel, which mixes second
+moments, is ahead of both at equal clean accuracy. Gamma and beta fitted in the same way, with the same loss and without
+labels, are the strongest alternative: at strength 1 alpha per channel gains as much at a smaller clean drop, and half of
+the way gamma and beta gain on clean images too.
+"""
 
 FALSE = """\
 How often is a gain called significant where there is none? For a stand-in whose predictions are equally good at every
@@ -804,6 +814,8 @@ Alpha per channel against one linearly mixed alpha at equal clean accuracy (the 
 accuracy of the other method), mean of the fifteen; and the two ways to mix variances, one alpha for the model:
 
 {against}
+
+{mixing}
 
 ## A natural shift
 
