@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from betternorm.advice.findings import BATCHES, CAUSES, MEASURED, STATE, Diagnosis, Finding
-from betternorm.advice.probe import Averages, Examples, Probe, Scores, is_batch_norm
+from betternorm.advice.probe import CONFIDENCE, Averages, Examples, Probe, Scores, is_batch_norm
 from betternorm.advice.state import (
     FREEZE,
     distance,
@@ -29,7 +29,6 @@ from betternorm.weighing.metrics import METRICS
 from betternorm.weighing.temperature import at_inverse, best_inverse, is_at_the_end
 
 LEAST_TOP1, LEAST_LOSS = 0.005, 0.02  # what a finding has to cost: half a point, or 2 % of the loss
-CONFIDENCE = 0.99  # of the intervals of costs, because several settings are compared
 SMALL_BATCH, TINY_BATCH = 8, 4  # examples per batch in training that are a finding: with a cost, and in any case
 ALPHAS = (0.1, 0.2, 0.4, 0.05)
 MOST_PASSES = 10
@@ -180,10 +179,8 @@ class _Examination:
                 except ValueError:  # one value per channel has no statistics
                     continue
                 name = f"train mode, {self.probe.examples.batch_size} per batch"
-                cost = self.probe.gain(self._measure(name, scores), before, CONFIDENCE)
-                self.findings[place] = replace(
-                    finding, cost=cost, gain=self.probe.gain(scores, before) if self.try_fixes else {}
-                )
+                cost = self.probe.gain(self._measure(name, scores), before)
+                self.findings[place] = replace(finding, cost=cost, gain=cost if self.try_fixes else {})
 
     def _batches(self) -> None:
         data, stats = self.probe.examples, self.stats
@@ -216,10 +213,10 @@ class _Examination:
         if (small := self._small_batches(before, after, expected)) is not None:
             self.findings.append(small)
             before = after if _is_finding(small.cost) else before
-        shift = None if stats is None else probe.gain(after, on_data, CONFIDENCE)
-        if shift is not None and not (_is_finding(shift) and _is_finding(probe.gain(now, on_data, CONFIDENCE))):
+        shift = None if stats is None else probe.gain(after, on_data)
+        if shift is not None and not (_is_finding(shift) and _is_finding(probe.gain(now, on_data))):
             shift = None  # a shift is better fitted by the averages of the data than by those of now, too
-        cost = probe.gain(before, after, CONFIDENCE)
+        cost = probe.gain(before, after)
         # Far from the training data, small differences between averages matter by chance.
         stale = _is_finding(cost) and (shift is None or _size(cost) > _size(shift) / 4)
         if stale or self.skewed or uneven:
@@ -266,7 +263,7 @@ class _Examination:
         """What dead channels cost, if that is most of the whole cost."""
         probe = self.probe
         repaired = {name: _merged(probe.averages[name], expected[name], mask) for name, mask in dead.items()}
-        cost = probe.gain(before, probe.evaluate(repaired, note="dead channels"), CONFIDENCE)
+        cost = probe.gain(before, probe.evaluate(repaired, note="dead channels"))
         return cost if _is_finding(cost) and _size(cost) > _size(whole) / 2 else {}
 
     def _shifted(self, before: Scores, adapted: Averages, expected: Averages, cost: dict[str, Gain]) -> None:
@@ -299,7 +296,7 @@ class _Examination:
         if not is_small:
             return None
         best = min([base, *tried], key=lambda scores: probe.summary(scores)["loss"])
-        cost = probe.gain(before, best, CONFIDENCE)
+        cost = probe.gain(before, best)
         assert self.train_batch_size is not None
         if self.train_batch_size > TINY_BATCH and not _is_finding(cost):
             return None
@@ -354,7 +351,7 @@ class _Examination:
 
         def gain(after: Tensor) -> dict[str, Gain]:
             keys = self.probe.examples.keys
-            loss = gain_between(METRICS["cross_entropy"], plain, after, counts, keys)
+            loss = gain_between(METRICS["cross_entropy"], plain, after, counts, keys, confidence=CONFIDENCE)
             return self.probe.gain(before, before) | {"loss": loss}
 
         cost = gain(at_inverse(curves, inverse))

@@ -31,7 +31,7 @@ class Finding:
         cost: by "top1" and "loss" (the cross-entropy after temperature scaling), the metric now, without the fault, and
             a 99 % interval for the difference. Empty where the cost cannot be measured without training again.
         fix: the line to run. Its names are the arguments of `diagnose`.
-        gain: with ``try_fixes``, what that line gained on a copy, on examples that it did not use, and 95 % intervals.
+        gain: with ``try_fixes``, what that line gained on a copy, on examples that it did not use, and 99 % intervals.
     """
 
     cause: str

@@ -29,6 +29,7 @@ from betternorm.weighing.evidence import Gain, gain_between
 from betternorm.weighing.metrics import CALIBRATED, METRICS
 
 MOST_BYTES = 2 << 30  # of examples kept in memory
+CONFIDENCE = 0.99  # of all intervals, because several settings and two metrics are compared
 RECALIBRATION_BATCH = 128  # examples per batch when averages are collected again
 
 JUDGED = {"top1": METRICS["top1"], "loss": METRICS[CALIBRATED]}
@@ -158,7 +159,7 @@ class Probe:
         self.write(self.averages)
         return scores
 
-    def gain(self, before: Scores, after: Scores, confidence: float = 0.95) -> dict[str, Gain]:
+    def gain(self, before: Scores, after: Scores) -> dict[str, Gain]:
         """What each metric gains, with an interval. The loss is that at the temperature that fits best."""
         counts = torch.ones(self.examples.count, dtype=torch.float64)
         return {
@@ -168,7 +169,7 @@ class Probe:
                 _numbers(name, after[name]),
                 counts,
                 self.examples.keys,
-                confidence=confidence,
+                confidence=CONFIDENCE,
             )
             for name, metric in JUDGED.items()
         }
