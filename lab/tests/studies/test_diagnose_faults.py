@@ -54,6 +54,7 @@ def test_the_page_counts_what_was_right() -> None:
     faults |= {("plain", "dead channels"): missed, ("plain", "shifted data"): broken}
     page = study.page(faults, {"one": {"causes": [], "passes": 8}, "two": {"causes": ["shifted_data"], "passes": 9}})
     assert "| the right cause first | 2 of 4 |" in page
-    assert "(top-1 and loss) | 2 of 3 |" in page
+    assert "promised interval | 2 of 3 |" in page
+    assert "| the same for the loss | 3 of 3 |" in page
     assert "| no finding for healthy networks | 1 of 2 (with a finding: two: shifted_data) |" in page
     assert "| averages after SWA | plain | mismatched_averages | +1.0 to +9.0 | +4.0 | 12 |" in page

@@ -39,6 +39,7 @@ BATCH, RATE = 64, 0.05
 STEPS, MORE = 400, 100  # of training, and of what a fault needs on top
 TRAINING, EXAMPLES, FRESH = 8000, 1500, 4000  # images
 SIMULATED = 50
+ROUNDING = 1e-9
 CLASSES = 10
 
 Data = TensorDataset
@@ -361,11 +362,10 @@ def _metrics(logits: Tensor, labels: Tensor, scaled: bool = True) -> dict[str, f
     return result
 
 
-def is_kept(result: Mapping[str, Any]) -> bool | None:
-    """Whether the gain on fresh images lies in the promised interval; None where nothing was promised."""
-    if not result.get("gain"):
-        return None
-    return all(low <= result["fresh"][name] <= high for name, (_, low, high) in result["gain"].items())
+def is_kept(result: Mapping[str, Any], metric: str) -> bool:
+    """Whether the gain on fresh images lies in the promised interval."""
+    _, low, high = result["gain"][metric]
+    return bool(low - ROUNDING <= result["fresh"][metric] <= high + ROUNDING)
 
 
 def in_two_processes(make: Callable[[], Bench]) -> dict[str, Any]:
@@ -546,12 +546,15 @@ def main() -> None:
 def page(faults: Mapping[tuple[str, str], Mapping[str, Any]], fine: Mapping[str, Mapping[str, Any]]) -> str:
     lines = ["| fault | network | causes found | top-1 of the fix: promised | on fresh images | passes |"]
     lines.append("| --- | --- | --- | --- | --- | ---: |")
-    right = promised = within = 0
+    right = promised = 0
+    within = {"top1": 0, "loss": 0}
     for (name, fault), result in faults.items():
         right += result["causes"][:1] == [FAULTS[fault][0]]
         cells = ["", ""]
         if result.get("gain"):
-            promised, within = promised + 1, within + bool(is_kept(result))
+            promised += 1
+            for metric in within:
+                within[metric] += is_kept(result, metric)
             _, low, high = result["gain"]["top1"]
             cells = [f"{100 * low:+.1f} to {100 * high:+.1f}", f"{100 * result['fresh']['top1']:+.1f}"]
         causes = ", ".join(result["causes"]) or "none"
@@ -560,7 +563,8 @@ def page(faults: Mapping[tuple[str, str], Mapping[str, Any]], fine: Mapping[str,
     return PAGE.format(
         right=right,
         cases=len(faults),
-        within=within,
+        top1=within["top1"],
+        loss=within["loss"],
         promised=promised,
         fine=len(fine) - len(found),
         healthy=len(fine),
@@ -580,13 +584,17 @@ Twelve faults in three networks, made as they happen in practice, and healthy ne
 | what | result |
 | --- | --- |
 | the right cause first | {right} of {cases} |
-| the gain of the fix on fresh images is in the promised interval (top-1 and loss) | {within} of {promised} |
+| the gain in top-1 of the printed fix on fresh images is in the promised interval | {top1} of {promised} |
+| the same for the loss | {loss} of {promised} |
 | no finding for healthy networks | {fine} of {healthy} (with a finding: {exceptions}) |
 | forward passes for healthy networks | at most {most} |
 
 The networks with faults are small ones for CIFAR-10 at 16x16; the fix is evaluated on 4,000 images that `diagnose` did
 not see. No gain is promised for fixes that need training. The healthy ones are the same three, fifty simulated ones,
-five public ResNets for CIFAR-100 (1,000 images), and MobileNetV2 on 600 images of ImageNet.
+five public ResNets for CIFAR-100 (1,000 images), and MobileNetV2 on 600 images of ImageNet. Intervals are 99 %.
+
+Training with two examples and partly frozen statistics are reported whether or not they cost anything. `overconfident`
+is a note. The fix of three faults (sorted batches, a last batch of one, partly frozen) is for the next training.
 
 {table}
 """
