@@ -760,8 +760,8 @@ MIXING = """\
 With one alpha for the model, linear mixing is ahead of second moments by more than half a point, at a lower clean
 accuracy; one model is too few to decide, so the library does not offer it. Alpha per channel, which mixes second
 moments, is ahead of both at equal clean accuracy. Gamma and beta fitted in the same way, with the same loss and without
-labels, are the strongest alternative: at strength 1 alpha per channel gains as much at a smaller clean drop, and half of
-the way gamma and beta gain on clean images too.
+labels, are the strongest alternative: at strength 1 alpha per channel gains as much at a smaller clean drop, and half
+of the way gamma and beta gain on clean images too.
 """
 
 FALSE = """\
