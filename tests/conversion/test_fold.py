@@ -324,6 +324,58 @@ def test_a_flag_that_changes_something_else_is_no_obstacle() -> None:
     assert model.double
 
 
+class WithKeywords(Two):
+    def forward(self, x: Tensor, **options: Any) -> Tensor:
+        y = self.conv(x)
+        return y if options.get("feats") else self.norm(y)
+
+
+class WithMoreInputs(Two):
+    def forward(self, *inputs: Any) -> Tensor:
+        y = self.conv(inputs[0])
+        return y if len(inputs) > 1 else self.norm(y)
+
+
+class WithRequiredFlag(Two):
+    def forward(self, x: Tensor, feats: bool) -> Tensor:
+        y = self.conv(x)
+        return y if feats else self.norm(y)
+
+
+class WithOthers(Two):
+    def forward(self, x: Tensor, others: Any = ()) -> Tensor:
+        return self.norm(self.conv(torch.cat([x, *others])))
+
+
+@pytest.mark.parametrize(
+    ("kind", "example_input", "args", "kwargs", "message"),
+    [
+        (WithKeywords, (), (), {"feats": True}, "feats=True: this model was folded with no feats"),
+        (WithMoreInputs, (), (True,), {}, "argument 2=True: this model was folded with no argument 2"),
+        (WithRequiredFlag, (False,), (True,), {}, "feats=True: this model was folded with feats=False"),
+        (WithRequiredFlag, (False,), (), {"feats": True}, "feats=True: this model was folded with feats=False"),
+    ],
+)
+def test_arguments_of_every_kind_have_to_stay_as_in_the_example(
+    kind: type[nn.Module], example_input: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any], message: str
+) -> None:
+    model, x = settled(kind(twice_used)), torch.randn(2, 4, 3, 3)
+    expected = model(x, *example_input)
+    fold(model, (x, *example_input))
+    torch.testing.assert_close(model(x, *example_input), expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match=message):
+        model(x, *args, **kwargs)
+
+
+def test_optional_arguments_with_tensors_may_have_other_values() -> None:
+    model, x = settled(WithOthers(twice_used)), torch.randn(2, 4, 3, 3)
+    expected = model(x, [2 * x])
+    fold(model, (x, [x]))
+    torch.testing.assert_close(model(x, [2 * x]), expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="others="):
+        model(x)
+
+
 def test_optional_arguments_have_to_stay_as_in_the_example() -> None:
     model = settled(WithFeatures(twice_used))
     x = torch.randn(2, 4, 3, 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 import warnings
@@ -166,6 +167,62 @@ def test_an_interrupted_fit_leaves_the_model_as_it_was_and_continues(images: Ten
         torch.testing.assert_close(resumed.fitted[name], alpha)
     with pytest.raises(ValueError, match="belongs to another model"):
         fit_alpha(trained(), images + 1, **options)
+
+
+class Activation(nn.Module):
+    """A setting that neither repr nor state_dict shows."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)  # type: ignore[no-any-return]
+
+
+def with_activation(function: Any) -> nn.Sequential:
+    model = trained()
+    model[2] = Activation(function)
+    return model
+
+
+def scaled(factor: float) -> dict[str, Any]:
+    return SHIFTS | {"loud": lambda images: factor * images}
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_a_fit_is_not_continued_with_another_model_or_shift(images: Tensor, tmp_path: Any, stopped: bool) -> None:
+    calls = 0
+
+    def count(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if stopped and calls == 60:
+            raise KeyboardInterrupt
+
+    options = {"steps": 25, "progress": False, "resume": tmp_path / "unfinished"}
+    model = with_activation(F.relu)
+    model[0].register_forward_hook(count)
+    with contextlib.suppress(KeyboardInterrupt):
+        fit_alpha(model, images, shifts=scaled(3.0), **options)
+    with pytest.raises(ValueError, match="belongs to a model with other outputs"):
+        fit_alpha(with_activation(F.gelu), images, shifts=scaled(3.0), **options)
+    with pytest.raises(ValueError, match="belongs to another shift 'loud'"):
+        fit_alpha(with_activation(F.relu), images, shifts=scaled(0.2), **options)
+    resumed = fit_alpha(with_activation(F.relu), images, shifts=scaled(3.0), **options)
+    whole = fit_alpha(with_activation(F.relu), images, shifts=scaled(3.0), steps=25, progress=False)
+    for name, alpha in whole.fitted.items():
+        torch.testing.assert_close(resumed.fitted[name], alpha)
+
+
+def test_a_fit_with_a_random_shift_is_continued(images: Tensor, tmp_path: Any) -> None:
+    shifts = SHIFTS | {"random": lambda images: images + 0.5 * torch.randn_like(images)}
+    options = QUICK | {"shifts": shifts, "resume": tmp_path / "unfinished"}
+    torch.manual_seed(0)
+    first = fit_alpha(trained(), images, **options)
+    torch.manual_seed(1)
+    again = fit_alpha(trained(), images, **options)
+    assert first.to_dict() == again.to_dict()
 
 
 def test_a_result_is_saved_read_and_set_on_a_model(images: Tensor, tmp_path: Any) -> None:

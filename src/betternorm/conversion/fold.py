@@ -199,25 +199,44 @@ def _shared(model: nn.Module) -> set[nn.Module]:
 
 
 class _SameArguments:
-    """A forward pre-hook of a folded model: optional arguments have to be those that it was folded with."""
+    """A forward pre-hook of a folded model: arguments that may select layers have to be those that it was folded with.
+
+    These are optional arguments, also in ``*args`` and ``**kwargs``, and required ones that are plain values. Tensors
+    may have other values.
+    """
 
     def __init__(self, model: nn.Module, example_input: Any) -> None:
+        parameters = inspect.signature(model.forward).parameters.values()
         self.defaults = optional_arguments(model)
-        self.positions = [*inspect.signature(model.forward).parameters]
+        self.positions = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        self.required = {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)} - {
+            *self.defaults
+        }
         self.values = self._values(*example.copied_arguments(example_input))
+        self.needed = bool(self.values) or any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
 
     def _values(self, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        passed = {**dict(zip(self.positions, args, strict=False)), **kwargs}
-        values = {name: passed.get(name, default) for name, default in self.defaults.items()}
-        return {name: "a tensor" if isinstance(value, Tensor) else value for name, value in values.items()}
+        names = [*self.positions, *(f"argument {number}" for number in range(len(self.positions) + 1, len(args) + 1))]
+        passed = {**self.defaults, **dict(zip(names, args, strict=False)), **kwargs}
+        return {
+            name: tree_map(_without_values, value)
+            for name, value in passed.items()
+            if name not in self.required or isinstance(value, (bool, int, float, str, type(None)))
+        }
 
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        for name, value in self._values(args, kwargs).items():
-            if value != self.values[name]:
+        values = self._values(args, kwargs)
+        for name in {**self.values, **values}:
+            now, then = (f"{name}={of[name]!r}" if name in of else f"no {name}" for of in (values, self.values))
+            if now != then and (name not in values or name not in self.values or values[name] != self.values[name]):
                 raise ValueError(
-                    f"{name}={value!r}: this model was folded with {name}={self.values[name]!r}, and another value may "
+                    f"{now}: this model was folded with {then}, and another value may "
                     "use layers that are gone; fold it with an example_input that has this value"
                 )
+
+
+def _without_values(value: Any) -> Any:
+    return "a tensor" if isinstance(value, Tensor) else value
 
 
 # ---- folding ----
@@ -248,8 +267,9 @@ def _replace(model: nn.Module, before: dict[nn.Module, nn.Module], example_input
                 "was restored; it uses its layers in a way that one call does not show, or its outputs are random"
             )
         _restore(folded)
-    if optional_arguments(model):
-        model.register_forward_pre_hook(_SameArguments(model, example_input), with_kwargs=True)
+    same_arguments = _SameArguments(model, example_input)
+    if same_arguments.needed:
+        model.register_forward_pre_hook(same_arguments, with_kwargs=True)
 
 
 def _restore(saved: list[tuple[nn.Module, type[nn.Module], dict[str, Any], nn.Module, dict[str, Any]]]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -24,16 +23,13 @@ from betternorm.weighing.batches import (
     with_input_changed,
 )
 from betternorm.weighing.metrics import Metric
-from betternorm.weighing.resume import SAVE_EVERY, ResumeFile, signature
+from betternorm.weighing.resume import REFERENCE_VALUES, SAVE_EVERY, ResumeFile, same_values, signature
 from betternorm.weighing.shifts import Shift
 
 # One alpha for all layers, or one for each, which may be a tuple with one value per channel.
 Setting = float | tuple[Any, ...]
 # The name of a metric; or a pair of metric and shift, for a metric on shifted data.
 Key = str | tuple[str, str]
-
-REFERENCE_VALUES = 1 << 16  # outputs stored to recognize the model when a search is resumed
-RESUME_TOLERANCE = 1e-4  # relative; thread counts change the last bits
 
 
 def shift_of(key: Key) -> str:
@@ -305,12 +301,14 @@ class Evaluations:
         stored, place = self.reference, {key: row for row, key in enumerate(self.reference["keys"].tolist())}
         rows = [(row, place[key]) for row, key in enumerate(keys.tolist()) if key in place]
         new, old = (torch.tensor(part) for part in zip(*rows, strict=True))
-        agree = "output" not in now or "output" not in stored or _agree(now["output"][new], stored["output"][old], 1.0)
+        agree = (
+            "output" not in now or "output" not in stored or same_values(now["output"][new], stored["output"][old], 1.0)
+        )
         for key, values in now["values"].items():
             if len(values) == len(keys) and len(stored["values"][key]) == len(place):
-                agree = agree and _agree(values[new], stored["values"][key][old], 0.9)
+                agree = agree and same_values(values[new], stored["values"][key][old], 0.9)
             elif torch.equal(keys, stored["keys"]):
-                agree = agree and _agree(values, stored["values"][key], 1.0)
+                agree = agree and same_values(values, stored["values"][key], 1.0)
         if not agree:
             raise self._file.error("belongs to a model with other outputs, or to another metric or forward function")
 
@@ -328,18 +326,6 @@ class _Pass:
     def clear(self) -> None:
         for part in (self.keys, self.values, self.counts, self.non_finite):
             part.clear()
-
-
-def _agree(a: Tensor, b: Tensor, share: float) -> bool:
-    """Whether this share of the rows agrees up to rounding (which may decide a tie either way)."""
-    if a.shape != b.shape:
-        return False
-    precision = torch.finfo(a.dtype).eps if a.is_floating_point() else 0.0
-    a, b = (part.double().reshape(len(part), -1) for part in (a, b))
-    largest = float(b.nan_to_num(0, 0, 0).abs().max())
-    tolerance = max(RESUME_TOLERANCE, 4 * precision) * largest
-    close = torch.isclose(a, b, rtol=0.0, atol=tolerance, equal_nan=True).all(1)
-    return math.ceil(share * len(close)) <= int(close.sum())
 
 
 def _other_examples(what: str) -> ValueError:

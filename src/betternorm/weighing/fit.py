@@ -27,7 +27,7 @@ from betternorm.weighing.calibration import calibrate, has_no_averages
 from betternorm.weighing.fit_result import STRENGTHS, AlphaFit, judge
 from betternorm.weighing.folds import assign_folds
 from betternorm.weighing.objective import Shifts
-from betternorm.weighing.resume import SAVE_EVERY, ResumeFile, signature
+from betternorm.weighing.resume import REFERENCE_VALUES, SAVE_EVERY, ResumeFile, same_values, signature
 from betternorm.weighing.shifts import Corruption, Shift, functions_by_kind
 
 PER = ("channel", "layer", "model")
@@ -35,6 +35,7 @@ STEPS = 120  # of Adam, per fit
 FEWEST = 100  # images; with fewer the fit is noise and its evaluation has no power
 RATE = 0.02  # of Adam; it decays to 0
 START = 0.05  # distance of alpha from the baseline before the first step
+REFERENCE_IMAGES = 16  # of which every shift is compared when a fit is resumed
 
 
 def fit_alpha(
@@ -225,6 +226,7 @@ class _Fit:
         }[per]
         self._entries = [part.to(x.device) for part in entries.split(sizes)]
         logits = self._logits_of(x)
+        self._baseline_logits = _thinned(logits)
         self.own = logits.softmax(1)
         if temperature is None:
             temperature = self._temperature(logits)
@@ -388,10 +390,40 @@ class _Fit:
         self._file = ResumeFile(
             resume, lambda: signature(self.model, self.forward, self.kinds, options, self.keys, self.labels)
         )
-        self.state = self._file.load() or self.state
+        if resume is None:
+            return
+        reference, stored = self._reference(), self._file.load()
+        if stored is None:
+            self.state["reference"] = reference
+            return
+        if "reference" not in stored:
+            raise self._file.error("was written by another version of betternorm")
+        for name, values in stored["reference"].items():
+            if name == "clean" or name in reference:
+                what = "a model with other outputs" if name == "clean" else f"another shift {name!r}"
+                if not same_values(reference[name], values, 1.0):
+                    raise self._file.error(f"belongs to {what}")
+        self.state = stored
+
+    def _reference(self) -> dict[str, Tensor]:
+        """What a signature does not cover: logits at the baseline, and images under each shift that is not random."""
+        reference = {"clean": self._baseline_logits}
+        images = self.x[:REFERENCE_IMAGES]
+        with torch.random.fork_rng(), torch.inference_mode():
+            for kind, levels in self.kinds.items():
+                for level, function in enumerate(levels):
+                    first, second = (_thinned(function(images)) for _ in range(2))
+                    if same_values(first, second, 1.0):
+                        reference[kind if len(levels) == 1 else f"{kind}, level {level + 1} of {len(levels)}"] = first
+        return reference
 
     def save(self, every: float = 0.0) -> None:
         self._file.save(lambda: self.state, every)
+
+
+def _thinned(values: Tensor) -> Tensor:
+    flat = values.detach().reshape(len(values), -1).cpu()
+    return flat[:, :: max(1, flat.numel() // REFERENCE_VALUES)].clone()
 
 
 def _logits(model: nn.Module, images: Tensor) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import hashlib
+import math
 import os
 import re
 import time
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 
 FORMAT = 2  # version 0.1 wrote files without a format
 SAVE_EVERY = 20.0  # seconds between two writes
+TOLERANCE = 1e-4  # relative; thread counts change the last bits
+REFERENCE_VALUES = 1 << 16  # outputs stored to recognize the model when a search is resumed
 
 
 class ResumeFile:
@@ -111,3 +114,15 @@ def _add(digest: Any, value: Any) -> None:
         _add(digest, (name, getattr(function, "__code__", None), getattr(function, "__defaults__", None)))
     else:
         digest.update(re.sub(r" at 0x[0-9a-f]+", "", repr(value)).encode() + b";")
+
+
+def same_values(a: Tensor, b: Tensor, share: float) -> bool:
+    """Whether this share of the rows agrees up to rounding (which may decide a tie either way)."""
+    if a.shape != b.shape:
+        return False
+    precision = torch.finfo(a.dtype).eps if a.is_floating_point() else 0.0
+    a, b = (part.double().reshape(len(part), -1) for part in (a, b))
+    largest = float(b.nan_to_num(0, 0, 0).abs().max())
+    tolerance = max(TOLERANCE, 4 * precision) * largest
+    close = torch.isclose(a, b, rtol=0.0, atol=tolerance, equal_nan=True).all(1)
+    return math.ceil(share * len(close)) <= int(close.sum())
