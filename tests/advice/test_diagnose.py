@@ -424,3 +424,49 @@ def test_ranks_that_disagree(tmp_path: Path) -> None:
         assert "rank_skew" not in [finding["cause"] for finding in alike]
         assert skewed[0]["cause"] == "rank_skew"
         assert skewed[0]["layers"] == ["1", "4"]
+
+
+# ---- outputs that are not finite ----
+
+
+def nan_averages(model: nn.Module) -> str:
+    layer = norms(model)[0]
+    assert layer.running_var is not None
+    layer.running_var[3] = torch.nan
+    return "moving averages of 1 of 2 norm layers"
+
+
+def infinite_weight(model: nn.Module) -> str:
+    with torch.no_grad():
+        norms(model)[1].weight[2] = torch.inf
+    return "'4.weight' in the weights"
+
+
+@pytest.mark.parametrize("damage", [nan_averages, infinite_weight])
+@pytest.mark.parametrize("with_stats", [False, True])
+def test_a_damaged_model_is_not_healthy(
+    model: nn.Module, loader: Any, stats_loader: Any, damage: Callable[[nn.Module], str], with_stats: bool
+) -> None:
+    why = damage(model)
+    diagnosis = betternorm.diagnose(model, loader, stats_loader=stats_loader if with_stats else None, progress=False)
+    assert faults(diagnosis) == ["non_finite"]
+    assert why in diagnosis.findings[0].why
+    assert not diagnosis.is_healthy
+    assert "norm layers are fine" not in str(diagnosis)
+
+
+def test_one_image_of_nan_is_not_judged_and_the_input_is_named(model: nn.Module) -> None:
+    x, y = images(EXAMPLES, 2)[:]
+    x[7] = torch.nan
+    diagnosis = betternorm.diagnose(model, DataLoader(TensorDataset(x, y), 50), progress=False)
+    assert faults(diagnosis) == ["non_finite"]
+    assert f"outputs for 1 of {EXAMPLES} examples" in diagnosis.findings[0].why
+    assert "check the inputs" in diagnosis.findings[0].why
+
+
+def test_the_line_for_averages_of_nan_repairs_them(model: nn.Module, loader: Any, stats_loader: Any) -> None:
+    expected = accuracy(model, loader)
+    nan_averages(model)
+    finding = betternorm.diagnose(model, loader, stats_loader=stats_loader, progress=False).findings[0]
+    exec(finding.fix, {"betternorm": betternorm, "model": model, "stats_loader": stats_loader})
+    assert accuracy(model, loader) > expected - 0.05

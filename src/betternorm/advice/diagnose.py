@@ -60,6 +60,7 @@ def diagnose(
     ====================== ============================================================================================
     cause                  what is wrong
     ====================== ============================================================================================
+    ``non_finite``         outputs are NaN or infinite; nothing else is judged then
     ``train_mode``         norm layers normalize with the statistics of the batch in evaluation
     ``partly_frozen``      statistics, gamma, or beta are frozen in some layers and not in others
     ``rank_skew``          the processes of a distributed run have different moving averages (every rank must call this)
@@ -142,14 +143,16 @@ class _Examination:
         self.findings += mode_findings(self.model, self.layers, data.batch_size)
         self._cost_of_train_mode(before)
         self._batches()
+        broken = self._non_finite(before)
         if probe.layers and len(data.keys.unique()) >= ENOUGH_TO_JUDGE:
             size = max(2, self.train_batch_size or data.batch_size)
             self._measure(
                 f"batch statistics, {size} per batch",
                 probe.with_batch_statistics(data.shuffled(size, probe.seed)),
             )
-            self._averages(before, uneven_updates(self.layers, calls))
-        if len(data.keys.unique()) >= ENOUGH_TO_JUDGE:
+            if not broken:
+                self._averages(before, uneven_updates(self.layers, calls))
+        if not broken and len(data.keys.unique()) >= ENOUGH_TO_JUDGE:
             self._temperature(before)
         groups = {cause: place for place, cause in enumerate((*STATE, *BATCHES))}
         self.findings.sort(key=lambda f: (f.is_note, groups.get(f.cause, len(CAUSES)), -_size(f.cost)))
@@ -169,6 +172,28 @@ class _Examination:
         self.findings.append(Finding(cause, why, layers, fix, *cost_and_gain))
 
     # -- state and batches --
+
+    def _non_finite(self, before: Scores) -> bool:
+        """Outputs that are NaN or infinite: they have no loss, so that no change could be shown to reduce it."""
+        count = int((~before["loss"].isfinite()).flatten(1).any(1).sum())
+        if not count:
+            return False
+        state = self.model.state_dict()
+        bad = [name for name, tensor in state.items() if not bool(tensor.isfinite().all())]
+        averages = [name.rpartition(".")[0] for name in bad if name.endswith((".running_mean", ".running_var"))]
+        layers = tuple(dict.fromkeys(name for name in averages if name in self.layers))
+        why = f"the outputs for {count} of {self.probe.examples.count} examples are NaN or infinite, "
+        if layers:
+            why += f"and so are the moving averages of {len(layers)} of {len(self.layers)} norm layers"
+            fix = RECALIBRATE if self.stats is not None else f"{RECALIBRATE}  # training data"
+        elif bad:
+            why += f"and so is {bad[0]!r} in the weights"
+            fix = "[name for name, tensor in model.state_dict().items() if not tensor.isfinite().all()]"
+        else:
+            why += "and the weights are finite: check the inputs"
+            fix = "[number for number, (x, _) in enumerate(loader) if not x.isfinite().all()]"
+        self._add("non_finite", why, layers, fix)
+        return True
 
     def _cost_of_train_mode(self, before: Scores) -> None:
         for place, finding in enumerate(self.findings):

@@ -13,7 +13,7 @@ from betternorm.display.tables import table
 from betternorm.weighing.evidence import Gain
 
 # Every cause that a finding can have, in the order in which findings are listed: state, batches, then by cost.
-STATE = ("train_mode", "partly_frozen", "rank_skew")
+STATE = ("non_finite", "train_mode", "partly_frozen", "rank_skew")
 BATCHES = ("sorted_batches", "leftover_batch", "small_batches")
 MEASURED = ("lagging_averages", "mismatched_averages", "shifted_data", "dead_channels")
 NOTES = ("overconfident",)
