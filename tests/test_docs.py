@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import itertools
 import os
 import pkgutil
 import re
@@ -324,8 +325,9 @@ def test_the_readme_quotes_the_benchmarks() -> None:
     lines = (ROOT / "docs/benchmarks.md").read_text().splitlines()
     start = next(number for number, line in enumerate(lines) if "float32, with page faults" in line)
     columns = [cell.strip() for cell in lines[start].split("|")]
-    cells = {row[1].strip(): row for row in (line.split("|") for line in lines[start + 2 : start + 20]) if len(row) > 2}
-    rows = _readme_rows("float32, channels_last")
+    table = itertools.takewhile(lambda line: line.startswith("|"), lines[start + 2 :])
+    cells = {row[1].strip(): row for row in (line.split("|") for line in table)}
+    rows = _readme_rows("| float32 |")
     assert len(rows) == len(names)
     for label, *quoted in rows:
         variant = next(variant for words, variant in names.items() if words in label)
