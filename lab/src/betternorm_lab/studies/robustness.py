@@ -760,8 +760,8 @@ MIXING = """\
 With one alpha for the model, linear mixing is ahead of second moments on ResNet-20, at a lower clean accuracy, and not
 on ResNet-8; the library offers second moments only. Alpha per channel is ahead of linear mixing at equal clean accuracy
 on both. Gamma and beta fitted in the same way, with the same loss and without labels, are the strongest alternative: at
-strength 1 alpha per channel gains at least as much at a smaller clean drop; half of the way, gamma and beta of ResNet-20
-gain on clean images too.
+strength 1 alpha per channel gains at least as much at a smaller clean drop; half of the way, gamma and beta of
+ResNet-20 gain on clean images too.
 """
 
 FALSE = """\
