@@ -324,6 +324,31 @@ def test_a_flag_that_changes_something_else_is_no_obstacle() -> None:
     assert model.double
 
 
+def test_a_linear_layer_before_channels_in_another_dimension_is_seen_in_one_call() -> None:
+    model = settled(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Conv1d(4, 3, 1), nn.BatchNorm1d(3)))
+    x = torch.randn(2, 4, 6)
+    expected = model(x)
+    with pytest.warns(UserWarning, match="layer '1'.*are not its channels"):
+        fold(model, x)
+    assert norms_left(model) == 1
+    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_that_fails_after_folding_is_restored() -> None:
+    model = settled(Two(lambda net, x: net.norm(net.conv(x))))
+    x = torch.randn(2, 4, 3, 3)
+    expected = model(x)
+
+    def need_norm(module: Any, *_: Any) -> None:
+        assert isinstance(module.norm, _BatchNorm), "the norm layer is gone"
+
+    model.register_forward_hook(need_norm)
+    with pytest.raises(ValueError, match="the norm layer is gone"):
+        fold(model, x)
+    assert norms_left(model) == 1
+    assert torch.equal(model(x), expected)
+
+
 class WithKeywords(Two):
     def forward(self, x: Tensor, **options: Any) -> Tensor:
         y = self.conv(x)

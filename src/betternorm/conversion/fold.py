@@ -252,7 +252,11 @@ def _replace(model: nn.Module, before: dict[nn.Module, nn.Module], example_input
     saved = [(norm, type(norm), dict(norm.__dict__), layer, dict(layer._parameters)) for norm, layer in before.items()]
     for norm, layer in before.items():
         _fold(layer, norm)
-    error = _largest_error(expected, example.tensors_in(run(model, example_input)))
+    try:
+        error = _largest_error(expected, example.tensors_in(run(model, example_input)))
+    except BaseException:
+        _restore(saved)
+        raise
     tolerance = max((_TOLERANCE.get(tensor.dtype, 1e-3) for tensor in expected), default=0.0)
     if not error <= tolerance:  # true for NaN too
         folded = [

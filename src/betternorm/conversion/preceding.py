@@ -207,7 +207,10 @@ class _Calls(TorchDispatchMode):
         if isinstance(layer, _BatchNorm):
             tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
             source = self._source(tensors[0]) if tensors else None
-            self.before[layer] = source or "it does not get the output of a convolution or linear layer"
+            if isinstance(source, nn.Linear) and tensors[0].dim() > 2:
+                self.before[layer] = "the outputs of the linear layer before it are not its channels"
+            else:
+                self.before[layer] = source or "it does not get the output of a convolution or linear layer"
 
     def _leave_layer(self, layer: nn.Module, args: Any, output: Any) -> None:
         self.running.pop()
