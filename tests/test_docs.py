@@ -302,7 +302,8 @@ def test_the_readme_quotes_the_results() -> None:
     lines = re.findall(r"^\| \[.*?\]\((docs/results/[\w/-]+\.md)\)(.*)$", README, flags=re.MULTILINE)
     assert len(lines) >= 5
     for page, line in lines:
-        means = {f"{float(mean):.1f}" for mean in re.findall(r"(\d+\.\d+)(?: ± | \(| (?=\|))", (ROOT / page).read_text())}
+        cells = re.findall(r"(\d+\.\d+)(?: ± | \(| (?=\|))", (ROOT / page).read_text())
+        means = {f"{float(mean):.1f}" for mean in cells}
         quoted = re.findall(r"\d+\.\d", line)
         assert quoted
         assert set(quoted) <= means, f"{page} has no such means: {set(quoted) - means}"
