@@ -260,7 +260,7 @@ def test_scores_may_be_numbers_tensors_or_lists(score: Any) -> None:
 
 
 class FrozenBatchNorm2d(nn.Module):
-    """torchvision's, as far as it is recognised."""
+    """torchvision's, as far as it is recognized."""
 
     def __init__(self) -> None:
         super().__init__()

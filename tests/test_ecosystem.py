@@ -599,14 +599,14 @@ def test_fused_by_fx() -> None:
 @row("torch.ao, `quantize_dynamic`", "works", "the layer is unchanged")
 def test_quantize_dynamic() -> None:
     net = network()
-    quantised = torch.ao.quantization.quantize_dynamic(net, {nn.Linear}, dtype=torch.qint8)
-    assert type(quantised[7]) is not nn.Linear
-    assert get_alpha(quantised) == 0.3
-    torch.testing.assert_close(quantised(images()), net(images()), rtol=0.05, atol=0.02)
+    quantized = torch.ao.quantization.quantize_dynamic(net, {nn.Linear}, dtype=torch.qint8)
+    assert type(quantized[7]) is not nn.Linear
+    assert get_alpha(quantized) == 0.3
+    torch.testing.assert_close(quantized(images()), net(images()), rtol=0.05, atol=0.02)
 
 
 @row("torch.ao, `prepare_fx` and `convert_fx`", "works", "the layer stays in floating point")
-def test_quantised_by_fx() -> None:
+def test_quantized_by_fx() -> None:
     from torch.ao.quantization import get_default_qconfig_mapping
     from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx
 

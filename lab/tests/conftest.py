@@ -1,4 +1,4 @@
-"""What the tests of the lab share: real datasets where they are at hand, and one thread on a busy machine."""
+"""Shared fixtures: real datasets where available, and one thread on a busy machine."""
 
 import subprocess
 import sys

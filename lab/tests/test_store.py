@@ -1,4 +1,4 @@
-"""Rows that are acknowledged stay, whoever is killed; and what cannot be written says so in one line."""
+"""Acknowledged rows survive a killed process, and a failed write is one line."""
 
 import contextlib
 import os

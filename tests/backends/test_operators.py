@@ -1,4 +1,4 @@
-"""What torch's dispatcher is told of the operators: schemas, shapes, gradients, and what tracing tools see."""
+"""The operators as torch's dispatcher sees them: schemas, shapes, gradients, and what tracing tools see."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line as one tool: help that fits a screen, the same manners in every command."""
+"""The command line as one tool: help that fits a screen, the same conventions in every command."""
 
 from __future__ import annotations
 

@@ -283,7 +283,7 @@ def empty(folder: Path) -> None:
     Path("bad").mkdir()
 
 
-def unlabelled(folder: Path) -> None:
+def unlabeled(folder: Path) -> None:
     Path("bad").mkdir()
     Image.new("RGB", (8, 8)).save("bad/1.png")
 
@@ -318,7 +318,7 @@ def garbage(folder: Path) -> None:
     [
         (bad_image, "bad", "1.png cannot be read as an image"),
         (empty, "bad", "there are no images"),
-        (unlabelled, "bad", "1.png is outside of any class"),
+        (unlabeled, "bad", "1.png is outside of any class"),
         (without_labels, "bad.npz", "images and no labels: unlabeled images"),
         (out_of_range, "bad.npz", "labels run from 0 to 3, and the model has 3 outputs"),
         (too_many_folders, "bad", "labels run from 0 to 3, and the model has 3 outputs"),

@@ -61,7 +61,7 @@ def concatenated_then_mixed() -> nn.Module:
     return Net(forward, l_a=linear(), n_a=norm(), l_b=linear(), n_b=norm(), mix=linear(2 * WIDTH), n_after=norm())
 
 
-def concatenated_then_normalised() -> nn.Module:
+def concatenated_then_normalized() -> nn.Module:
     """Batch norm acts on each channel alone, so it undoes the scaling of either branch."""
 
     def forward(net: Net, x: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ TRUTHS = {
         concatenated_then_mixed, {"n_a": (False, SOME), "n_b": (False, SOME), "n_after": (True, 1.0)}
     ),
     "concatenated branches, normalised at once": Truth(
-        concatenated_then_normalised, {"n_a": (False, 0.0), "n_b": (False, 0.0), "n_after": (True, 1.0)}
+        concatenated_then_normalized, {"n_a": (False, 0.0), "n_b": (False, 0.0), "n_after": (True, 1.0)}
     ),
     "a shared layer": Truth(shared, {"n": (True, 1.0)}),
     "a norm inside a loop": Truth(loop, {"n": (True, SOME), "n_after": (True, SOME)}),
@@ -238,7 +238,7 @@ CONVERSIONS: dict[str, tuple[dict[str, int], str]] = {
 
 @pytest.mark.parametrize("quick", [False, True], ids=["measured", "estimated"])
 @pytest.mark.parametrize("to", CONVERSIONS)
-def test_layers_of_this_library_normalise_too(to: str, quick: bool) -> None:
+def test_layers_of_this_library_normalize_too(to: str, quick: bool) -> None:
     """Their training pass is an autograd function of its own, so no node of the graph has a known name."""
     options, groups = CONVERSIONS[to]
     net = convert(plain_chain().double(), to, **options)

@@ -32,7 +32,7 @@ def test_classes_of_your_own_count_when_named() -> None:
     assert [(row.name, row.path) for row in report] == [("0", False), ("2", True)]
 
 
-def test_norm_layers_are_recognised_by_type() -> None:
+def test_norm_layers_are_recognized_by_type() -> None:
     net = nn.ModuleDict(
         {
             "a": nn.BatchNorm2d(2),
@@ -47,7 +47,7 @@ def test_norm_layers_are_recognised_by_type() -> None:
     assert list(norm_layers(net)) == ["a", "b", "c", "d", "e", "f"]
 
 
-def test_timm_layers_are_recognised_by_type() -> None:
+def test_timm_layers_are_recognized_by_type() -> None:
     torchvision = pytest.importorskip("betternorm.integrations.torchvision")
     torchvision.ready()
     layers = pytest.importorskip("timm.layers")

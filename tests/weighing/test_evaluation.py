@@ -1,4 +1,4 @@
-"""Loaders of all makes, options, and interrupted searches."""
+"""All kinds of loaders, options, and interrupted searches."""
 
 from __future__ import annotations
 

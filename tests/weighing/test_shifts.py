@@ -38,7 +38,7 @@ def test_an_image_is_corrupted_the_same_way_in_any_batch(kind: str, pictures: Te
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_normalised_images_are_corrupted_as_their_pixels(kind: str, pictures: Tensor) -> None:
+def test_normalized_images_are_corrupted_as_their_pixels(kind: str, pictures: Tensor) -> None:
     mean, std = (torch.tensor(part).view(3, 1, 1) for part in (MEAN, STD))
     found = named(f"{kind}:2", mean=MEAN, std=STD)((pictures - mean) / std) * std + mean
     assert float(found.min()) >= -1e-6

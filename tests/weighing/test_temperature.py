@@ -1,4 +1,4 @@
-"""Temperatures against scipy's optimiser, and what a search says of them."""
+"""Temperatures compared with SciPy's optimizer, and how a search reports them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def oracle(logits: Tensor, labels: Tensor) -> float:
 
 
 @pytest.mark.parametrize("sharpness", [0.1, 0.5, 1.0, 3.0, 10.0, 14.0])
-def test_the_temperature_is_that_of_an_optimiser(sharpness: float) -> None:
+def test_the_temperature_is_that_of_an_optimizer(sharpness: float) -> None:
     logits, labels = answers(sharpness)
     found = best_inverse(cross_entropy_curve(logits, labels), torch.ones(500).double())
     expected = oracle(logits, labels)

@@ -1,4 +1,4 @@
-"""Training: the same bits however often it is killed, the same weights on two processes, numbers one can check."""
+"""Training: bitwise identical however often it is killed, the same weights on two processes, verifiable numbers."""
 
 import contextlib
 import itertools

@@ -131,7 +131,7 @@ def _store_groups(first, second, run, c, real, C, K: tl.constexpr, of_first, of_
 
 @triton.jit
 def _store_row(table, row, c, real, C, first, second, third):
-    """A row of a table (rows, 3, C), for whoever is last."""
+    """Store a row of a table (rows, 3, C), which the last program reduces."""
     pointers = table + row.to(tl.int64) * 3 * C + c
     tl.store(pointers, first, real)
     tl.store(pointers + C, second, real)

@@ -104,7 +104,7 @@ def resumable(file: Path) -> Iterator[None]:
 
 
 def _remove(file: Path) -> None:
-    for path in file.parent.glob(f"{file.name}*"):  # a shifted dataset has a file of its own
+    for path in file.parent.glob(f"{file.name}*"):  # each shifted dataset has a separate file
         path.unlink(missing_ok=True)
 
 

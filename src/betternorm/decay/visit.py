@@ -110,7 +110,7 @@ class Visit:
 def _layer_scales(model: nn.Module) -> set[nn.Parameter]:
     """Parameters that may scale a residual branch: ConvNeXt's layer scale, ReZero's alpha, SkipInit's gain.
 
-    They have no type of their own, so these are all vectors and scalars that a module outside of torch has and whose
+    They have no dedicated type, so these are all vectors and scalars that a module outside of torch has and whose
     name does not say that they are something else.
     """
     return {

@@ -22,7 +22,7 @@ class Objective:
     Attributes:
         guide: the metric that ranks layers: a smooth one if the objective is not.
         functions: shifts that are functions of the input.
-        loaders: shifts that are data of their own.
+        loaders: shifts that are separate datasets.
     """
 
     def __init__(

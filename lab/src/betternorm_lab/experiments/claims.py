@@ -37,7 +37,7 @@ MORE, LESS = Region(low=0.0), Region(high=0.0)
 
 
 def within(margin: float) -> Region:
-    """Equivalence: no difference beyond the margin."""
+    """Equivalence: a difference within the margin."""
     return Region(-margin, margin)
 
 
